@@ -1,0 +1,43 @@
+"""Agreed acceptance: from everybody's counts, the rows that each (source, expert) cell may send.
+
+Letters: S source shards (and destinations), e local experts of a destination, G experts of one wave. Pure integer
+functions of the gathered counts: every shard computes the same answer before any row moves.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def fill(demand_N: jax.Array, pool: jax.Array) -> jax.Array:
+    """Shares `pool` rows over the last axis: everybody up to the largest level that fits, the rest one each by index.
+
+    demand_N int32 [..., N], pool int32 [...]. Returns int32 [..., N] with sum min(sum(demand_N), pool).
+    """
+    low, high = jnp.zeros_like(pool), jnp.max(demand_N, axis=-1)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low + 1) // 2
+        fits = jnp.sum(jnp.minimum(demand_N, middle[..., None]), axis=-1) <= pool
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
+
+    level, _ = jax.lax.fori_loop(0, 32, halve, (low + 0 * high, high + 0 * low))
+    shared_N = jnp.minimum(demand_N, level[..., None])
+    wants_N = demand_N > level[..., None]
+    left = pool - jnp.sum(shared_N, axis=-1)
+    turn_N = jnp.cumsum(wants_N.astype(jnp.int32), axis=-1)
+    return shared_N + (wants_N & (turn_N <= left[..., None])).astype(jnp.int32)
+
+
+def round_robin(counts_SG: jax.Array, pool: jax.Array) -> jax.Array:
+    """Kept rows of one destination: experts in order, each filled over its sources from the rows left.
+
+    counts_SG int32 [..., S, G], pool int32 [...]; returns the same shape as counts_SG.
+    """
+    total_G = jnp.sum(counts_SG, axis=-2)
+    before_G = jnp.cumsum(total_G, axis=-1) - total_G  # an expert takes min(its total, rows left), so a sum suffices
+    left_G = jnp.maximum(pool[..., None] - before_G, 0)
+    return fill(counts_SG.swapaxes(-1, -2), left_G).swapaxes(-1, -2)
+
+
+AGREED = {"round_robin": round_robin}

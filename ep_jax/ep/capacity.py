@@ -1,0 +1,103 @@
+"""Capacities in rows from capacity factors, exact on the host and on the device.
+
+Letters: S ep shards, E experts, e = E/S local experts, K choices per token, T tokens per shard, W waves,
+v valid tokens of a shard, V valid tokens of the ep group.
+
+A factor is the exact fraction of its decimal text, so 1.15 x 200 is 230. Static sizes (buffers) use T; logical limits
+use v and V in the same formulas, on device, in int32. This file knows no transport; each asks for the rows it needs.
+"""
+
+import dataclasses
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+
+from ep_jax.fields import ConfigError
+
+INT32_LIMIT = 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """Static sizes of one routed layer on one ep group."""
+
+    num_shards: int  # S
+    num_experts: int  # E
+    experts_per_token: int  # K
+    tokens: int  # T, per shard
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.num_shards
+
+    @property
+    def assignments(self) -> int:
+        """A = T*K, per shard."""
+        return self.tokens * self.experts_per_token
+
+    @property
+    def most_per_destination(self) -> int:
+        """Most assignments that one token can send to one shard: min(K, e)."""
+        return min(self.experts_per_token, self.local_experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """Rows = ceil(numerator * count / divisor), between 1 and `at_most`."""
+
+    numerator: int
+    divisor: int
+    at_most: int
+
+    def static_rows(self, count: int) -> int:
+        """The buffer size in rows for `count` tokens (or assignments), a Python integer."""
+        return max(1, min(-(-self.numerator * count // self.divisor), self.at_most))
+
+    def logical_rows(self, count: jax.Array) -> jax.Array:
+        """The same for an int32 count on device, without leaving int32."""
+        whole, rest = count // self.divisor, count % self.divisor
+        scaled = self.numerator * rest
+        rows = self.numerator * whole + scaled // self.divisor + (scaled % self.divisor > 0)
+        return jnp.clip(rows, 1, self.at_most)
+
+
+def sender_pool(factor: float, shape: LayerShape, waves: int) -> Capacity:
+    """P, per source, destination and wave, as a function of v: ceil(cs*K*v / (S*W)), at most ceil(T*min(K,e) / W)."""
+    worst = Fraction(shape.most_per_destination * shape.num_shards, shape.experts_per_token)
+    rate = _fraction("ep.sender_factor", factor, worst) * shape.experts_per_token / (shape.num_shards * waves)
+    most = -(-shape.tokens * shape.most_per_destination // waves)
+    return _capacity("ep.sender_factor", factor, rate, most)
+
+
+def expert_rows(factor: float, shape: LayerShape, waves: int, pool_rows: int) -> Capacity:
+    """R, per local expert and wave, as a function of V: ceil(cr*K*V / (E*W)), at most S*min(P,T)."""
+    worst = Fraction(shape.num_experts * waves, shape.experts_per_token)
+    rate = _fraction("ep.receiver_factor", factor, worst) * shape.experts_per_token / (shape.num_experts * waves)
+    most = shape.num_shards * min(pool_rows, shape.tokens)
+    return _capacity("ep.receiver_factor", factor, rate, most)
+
+
+def destination_rows(factor: float, shape: LayerShape, experts_in_wave: int) -> Capacity:
+    """N of one wave, per destination, as a function of V: ceil(cr*K*V * experts_in_wave / E), at most what can come."""
+    worst = Fraction(shape.most_per_destination * shape.num_shards, shape.experts_per_token)
+    rate = _fraction("ep.receiver_factor", factor, worst) * shape.experts_per_token * experts_in_wave
+    most = shape.num_shards * shape.tokens * min(shape.experts_per_token, experts_in_wave)
+    return _capacity("ep.receiver_factor", factor, rate / shape.num_experts, most)
+
+
+def _fraction(key: str, factor: float, worst: Fraction) -> Fraction:
+    """The exact fraction of a factor's decimal text, no larger than the factor from which nothing can drop."""
+    if not factor > 0:
+        raise ConfigError(f"{key} = {factor!r}: allowed is above 0")
+    return min(Fraction(repr(float(factor))), worst)
+
+
+def _capacity(key: str, factor: float, rate: Fraction, at_most: int) -> Capacity:
+    """rate is rows per counted token. Refuses what int32 arithmetic on the device cannot hold."""
+    if rate.numerator * rate.denominator >= INT32_LIMIT:
+        raise ConfigError(
+            f"{key} = {factor!r}: its fraction {rate.numerator}/{rate.denominator} overflows int32; "
+            f"allowed are numerator x denominator below {INT32_LIMIT}, so use fewer decimals"
+        )
+    return Capacity(rate.numerator, rate.denominator, at_most)

@@ -1,0 +1,184 @@
+"""One layer of routed experts: plan, dispatch, experts, combine, by any transport.
+
+Letters: S ep shards, E experts, e local experts, T tokens, K choices, W waves, Q slots or rows of a source over all
+waves, H routed width, F expert hidden width, D source shards of the mesh.
+
+`routed_experts_local` works on one device's arrays inside a shard_map; `routed_experts` wraps it for global arrays.
+Neither knows where routes come from, and a transport knows neither experts nor router.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.dense import Dense
+from ep_jax.ep.drops import DropReport, LocalDrops, fates, local_drops
+from ep_jax.ep.experts import swiglu_experts
+from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.ragged import Ragged
+from ep_jax.ep.routes import Routes
+from ep_jax.ep.rows import combine_rows
+from ep_jax.ep.settings import EPConfig
+from ep_jax.fields import ConfigError
+from ep_jax.mesh import BATCH_AXES
+
+TRANSPORTS = {"pooled_wave": PooledWave, "ragged": Ragged, "dense": Dense}
+
+
+def make_transport(settings: EPConfig, shape: LayerShape):
+    """The transport that `settings` names, sized for one layer shape.
+
+    Raises ConfigError when a capacity factor cannot be computed exactly in int32.
+    """
+    return TRANSPORTS[settings.transport](settings, shape)
+
+
+def routed_experts_local(
+    rows_TH: jax.Array,
+    expert_ids_TK: jax.Array,
+    weights_TK: jax.Array,
+    valid_T: jax.Array,
+    w_gate_up_eH2F: jax.Array,
+    w_down_eFH: jax.Array,
+    *,
+    sequence_length: int,
+    settings: EPConfig,
+    valid_in_group: jax.Array | None = None,
+) -> tuple[jax.Array, LocalDrops]:
+    """Routed experts of one device's tokens; runs inside shard_map with the axis `ep` manual.
+
+    Arrays as in `routed_experts`, but local: T of one shard and e = E/S experts. `valid_in_group` is the int32 number
+    of valid tokens of the ep group (summed here when None). Returns the combined rows [T,H] and this shard's drops.
+    """
+    shards = lax.axis_size("ep")
+    shape = LayerShape(shards, shards * w_gate_up_eH2F.shape[0], expert_ids_TK.shape[1], rows_TH.shape[0])
+    transport = make_transport(settings, shape)
+    if valid_in_group is None:
+        valid_in_group = lax.psum(jnp.sum(valid_T, dtype=jnp.int32), "ep")
+    routes = Routes(expert_ids_TK, weights_TK, valid_T, valid_in_group, sequence_length)
+
+    with jax.named_scope("route"):
+        plan = transport.plan(routes)
+    returned, accepted, after = [], [], 0
+    for wave in range(transport.waves):
+        with jax.named_scope("dispatch"):
+            expert_rows, arrival = transport.dispatch(rows_TH, plan, wave, after)
+        with jax.named_scope("experts"):
+            results = swiglu_experts(expert_rows, *transport.weights_of(wave, w_gate_up_eH2F, w_down_eFH))
+        with jax.named_scope("combine"):
+            rows, taken = transport.give_back(results, arrival)
+        returned.append(rows)
+        accepted.append(taken)
+        if settings.schedule == "sequential" and wave + 1 < transport.waves:
+            after = _zero_after(rows)
+
+    with jax.named_scope("combine"):
+        returned_QH, accepted_Q = jnp.concatenate(returned), jnp.concatenate(accepted)
+        accepted_TK = (plan.place_TK >= 0) & accepted_Q[jnp.maximum(plan.place_TK, 0)]
+        place_TK = jnp.where(accepted_TK, plan.place_TK, -1)
+        assignment_Q = jnp.where(accepted_Q, plan.assignment_Q, -1)
+        used_TK = _rescale(weights_TK, accepted_TK, valid_T) if settings.rescale else weights_TK
+        out_TH = combine_rows(returned_QH, used_TK, place_TK, assignment_Q)
+    fate_TK = fates(valid_T, plan.sent_TK, accepted_TK)
+    return out_TH, local_drops(fate_TK, expert_ids_TK, weights_TK, shape.num_experts)
+
+
+def _zero_after(rows_QH: jax.Array) -> jax.Array:
+    """An int32 zero that the compiler cannot know: whoever adds it to an index waits for these rows.
+
+    An optimization barrier would not do; XLA:CPU drops it.
+    """
+    bits = lax.bitcast_convert_type(lax.stop_gradient(rows_QH[0, 0]).astype(jnp.float32), jnp.int32)
+    return jnp.minimum(bits & 0x7FFFFFFF, 0)
+
+
+def _rescale(weights_TK: jax.Array, kept_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
+    """Survivors' weights times valid sum / kept sum; zero for a token without survivors."""
+    kept_sum_T1 = jnp.sum(jnp.where(kept_TK, weights_TK, 0), axis=1, keepdims=True)
+    valid_sum_T1 = jnp.sum(jnp.where(valid_T[:, None], weights_TK, 0), axis=1, keepdims=True)
+    some_T1 = kept_sum_T1 > 0
+    scale_T1 = jnp.where(some_T1, valid_sum_T1 / jnp.where(some_T1, kept_sum_T1, 1), 0)
+    return jnp.where(kept_TK, weights_TK * scale_T1, 0)
+
+
+def routed_experts(
+    rows_TH: jax.Array,
+    expert_ids_TK: jax.Array,
+    combine_weights_TK: jax.Array,
+    valid_T: jax.Array,
+    w_gate_up_EH2F: jax.Array,
+    w_down_EFH: jax.Array,
+    *,
+    sequence_length: int,
+    mesh: Mesh,
+    settings: EPConfig,
+) -> tuple[jax.Array, DropReport]:
+    """Sends each token's row to its experts and combines what comes back; differentiable in all float arguments.
+
+    Args:
+        rows_TH: [T, H] float32 or bfloat16 (float64 under x64), tokens of all shards in mesh order.
+        expert_ids_TK: [T, K] int32, distinct within a row.
+        combine_weights_TK: [T, K] float32.
+        valid_T: [T] bool; invalid tokens take no slot and get a zero row.
+        w_gate_up_EH2F: [E, H, 2F], gate first, in the rows' dtype.
+        w_down_EFH: [E, F, H].
+        sequence_length: columns of a packed row; shards hold whole rows.
+        mesh: has an axis `ep` and maybe `replica` and `fsdp`; tokens are split over all of them, experts over `ep`.
+        settings: transport, capacity factors and policies.
+
+    Returns: combined rows [T, H] in the rows' dtype, and the DropReport. Arrays are placed on the mesh when they are
+    not yet. Raises ConfigError for shapes that do not fit the mesh or each other.
+    """
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+    _check_call(rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh)
+
+    def local(rows, ids, weights, valid, w_gate_up, w_down):
+        out, drops = routed_experts_local(
+            rows, ids, weights, valid, w_gate_up, w_down, sequence_length=sequence_length, settings=settings
+        )
+        source_counts = drops.counts_PE.sum(axis=1)[None]
+        return out, DropReport(
+            drops.fate_TK, lax.psum(drops.counts_PE, axes), source_counts, lax.psum(drops.weights_P, axes)
+        )
+
+    split, experts = PartitionSpec(axes), PartitionSpec("ep")
+    in_specs = (split, split, split, split, experts, experts)
+    whole = PartitionSpec()
+    arrays = (rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, in_specs, strict=True)]
+    out_specs = (split, DropReport(split, whole, split, whole))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*placed)
+
+
+def _check_call(rows_TH, ids_TK, weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh) -> None:
+    if "ep" not in mesh.axis_names:
+        raise ConfigError(f"mesh axes {mesh.axis_names}: an axis named ep is needed")
+    devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.axis_names)
+    tokens, width = rows_TH.shape
+    if tokens % (devices * sequence_length):
+        raise ConfigError(
+            f"rows_TH has {tokens} tokens: a multiple of {devices} shards x sequence_length {sequence_length} is needed"
+        )
+    experts = w_gate_up_EH2F.shape[0]
+    if experts % mesh.shape["ep"]:
+        raise ConfigError(f"{experts} experts: a multiple of the mesh's ep = {mesh.shape['ep']} is needed")
+    choices, hidden = ids_TK.shape[-1], w_down_EFH.shape[1]
+    wanted = {
+        "expert_ids_TK": (ids_TK.shape, (tokens, choices)),
+        "combine_weights_TK": (weights_TK.shape, (tokens, choices)),
+        "valid_T": (valid_T.shape, (tokens,)),
+        "w_gate_up_EH2F": (w_gate_up_EH2F.shape, (experts, width, 2 * hidden)),
+        "w_down_EFH": (w_down_EFH.shape, (experts, hidden, width)),
+    }
+    for name, (found, shape) in wanted.items():
+        if found != shape:
+            raise ConfigError(f"{name} has shape {found}: expected {shape}")
+    for name, array, dtype in (("expert_ids_TK", ids_TK, jnp.int32), ("valid_T", valid_T, jnp.bool)):
+        if array.dtype != dtype:
+            raise ConfigError(f"{name} is {array.dtype}: expected {jnp.dtype(dtype)}")
+    if choices > experts:
+        raise ConfigError(f"expert_ids_TK has {choices} choices per token: at most {experts} experts")

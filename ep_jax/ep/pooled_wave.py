@@ -1,0 +1,153 @@
+"""The fixed-pooled-wave all-to-all: a sender pool per destination, expert rows per receiver, token waves.
+
+Letters: S ep shards, E experts, e local experts, T tokens per shard, K choices, A = T*K, W waves, P pool slots,
+R rows per expert, H routed width, Q = W*S*P slots of a source.
+
+A source ranks its assignments per destination; assignment of rank r takes slot r // W of wave r % W and is sent when
+that slot is below the logical pool. One all-to-all per wave carries rows and local expert ids. The receiver takes slot
+p of every source before slot p+1 of any and keeps an expert's first R rows. One all-to-all back carries results and,
+in the same lanes, which slots were accepted. Buffers have fixed sizes; no count is exchanged before rows move.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_jax.ep import payload
+from ep_jax.ep.capacity import Capacity, LayerShape, expert_rows, sender_pool
+from ep_jax.ep.experts import CapacityRows
+from ep_jax.ep.ranking import from_rank_order, invert, rank_in_group, to_rank_order
+from ep_jax.ep.routes import Routes
+from ep_jax.ep.rows import move_rows
+from ep_jax.ep.settings import EPConfig
+
+
+class SenderPlan(NamedTuple):
+    """Where a source puts its assignments; integers only, made once per layer."""
+
+    place_TK: jax.Array  # slot in [W, S, P], -1 when not sent
+    assignment_Q: jax.Array  # t*K + k in each slot, -1 when empty
+    local_id_Q: jax.Array  # expert id within its shard, -1 when empty
+    expert_limit: jax.Array  # int32 scalar, logical R
+
+    @property
+    def sent_TK(self) -> jax.Array:
+        return self.place_TK >= 0
+
+
+class Arrival(NamedTuple):
+    """A receiver's part of one wave's plan; exists once the payload is there."""
+
+    row_SP: jax.Array  # row of each received slot in [e*R], -1 when dropped or empty
+    slot_C: jax.Array  # its inverse: received slot of each of the C = e*R rows, -1 when empty
+
+
+def plan_sender(routes: Routes, shape: LayerShape, pool: Capacity, order: str, waves: int) -> tuple:
+    """(place_TK, assignment_Q, local_id_Q) of one source shard; no collectives."""
+    slots = pool.static_rows(shape.tokens)
+    ids_TK = routes.valid_ids_TK
+    destination_TK = jnp.where(ids_TK < 0, -1, ids_TK // shape.local_experts)
+    ranked_A = rank_in_group(to_rank_order(destination_TK, order, routes.sequence_length), shape.num_shards)
+    rank_TK = from_rank_order(ranked_A, order, routes.sequence_length, shape.experts_per_token)
+    wave_TK, slot_TK = rank_TK % waves, rank_TK // waves
+    sent_TK = (ids_TK >= 0) & (slot_TK < pool.logical_rows(routes.shard_valid))
+    place_TK = jnp.where(sent_TK, (wave_TK * shape.num_shards + destination_TK) * slots + slot_TK, -1)
+    assignment_Q = invert(place_TK.reshape(-1), waves * shape.num_shards * slots)
+    local_A = ids_TK.reshape(-1) % shape.local_experts
+    local_id_Q = jnp.where(assignment_Q < 0, -1, local_A[assignment_Q])
+    return place_TK, assignment_Q, local_id_Q
+
+
+def plan_receiver(local_id_SP: jax.Array, limit: jax.Array, rows: int, local_experts: int) -> Arrival:
+    """Accepts received slots: round-robin over sources, the first `limit` of each expert; no collectives.
+
+    local_id_SP is -1 for empty slots. `rows` is the static R >= limit.
+    """
+    sources, slots = local_id_SP.shape
+    turn_PS = local_id_SP.T.reshape(-1)  # slot p of every source before slot p+1 of any
+    rank_SP = rank_in_group(turn_PS, local_experts).reshape(slots, sources).T
+    accepted_SP = (local_id_SP >= 0) & (rank_SP < limit)
+    row_SP = jnp.where(accepted_SP, local_id_SP * rows + rank_SP, -1)
+    return Arrival(row_SP, invert(row_SP.reshape(-1), local_experts * rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledWave:
+    """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
+
+    settings: EPConfig
+    shape: LayerShape
+
+    @property
+    def waves(self) -> int:
+        return self.settings.waves
+
+    @property
+    def pool(self) -> Capacity:
+        return sender_pool(self.settings.sender_factor, self.shape, self.waves)
+
+    @property
+    def pool_rows(self) -> int:
+        """Static P."""
+        return self.pool.static_rows(self.shape.tokens)
+
+    @property
+    def receiver(self) -> Capacity:
+        return expert_rows(self.settings.receiver_factor, self.shape, self.waves, self.pool_rows)
+
+    @property
+    def expert_rows(self) -> int:
+        """Static R."""
+        return self.receiver.static_rows(self.shape.tokens * self.shape.num_shards)
+
+    def plan(self, routes: Routes) -> SenderPlan:
+        """The source's integers for all waves."""
+        parts = plan_sender(routes, self.shape, self.pool, self.settings.order, self.waves)
+        return checkpoint_name(SenderPlan(*parts, self.receiver.logical_rows(routes.group_valid)), "route_plan")
+
+    def dispatch(self, rows_TH: jax.Array, plan: SenderPlan, wave: int, after: jax.Array | int) -> tuple:
+        """Sends wave `wave` and sorts what arrives by expert: (CapacityRows, Arrival).
+
+        `after` is an int32 zero that makes this wave wait for what it was computed from.
+        """
+        shards, slots, local = self.shape.num_shards, self.pool_rows, self.shape.local_experts
+        size = shards * slots
+        mine = slice(wave * size, (wave + 1) * size)
+        assignment = plan.assignment_Q[mine]
+        token = jnp.where(assignment < 0, -1, assignment // self.shape.experts_per_token) + after
+        places_TK = jnp.where(plan.place_TK // size == wave, plan.place_TK % size, -1)
+        places_TK = jnp.where(plan.place_TK < 0, -1, places_TK)
+        rows = move_rows(rows_TH, token, places_TK).reshape(shards, slots, -1)
+        numbers = plan.local_id_Q[mine].reshape(shards, slots) + 1
+        received = exchange(payload.pack(numbers, rows, local))
+        received = checkpoint_name(received, "dispatched_rows")
+        numbers, rows = payload.unpack(received, slots, local)
+        arrival = plan_receiver(numbers - 1, plan.expert_limit, self.expert_rows, local)
+        arrival = checkpoint_name(arrival, "route_plan")
+        held = move_rows(rows.reshape(size, -1), arrival.slot_C, arrival.row_SP.reshape(size, 1))
+        return CapacityRows(held.reshape(local, self.expert_rows, -1)), arrival
+
+    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
+        """Every wave visits all local experts."""
+        del wave
+        return w_gate_up, w_down
+
+    def give_back(self, results: jax.Array, arrival: Arrival) -> tuple[jax.Array, jax.Array]:
+        """Returns results to their sources: (rows [S*P, H] in sender slots, accepted [S*P] bool)."""
+        sources, slots = arrival.row_SP.shape
+        results_CH = results.reshape(-1, results.shape[-1])
+        rows = move_rows(results_CH, arrival.row_SP.reshape(-1), arrival.slot_C[:, None])
+        accepted = (arrival.row_SP >= 0).astype(jnp.int32)
+        returned = exchange(payload.pack(accepted, rows.reshape(sources, slots, -1), 1))
+        returned = checkpoint_name(returned, "returned_rows")
+        accepted, rows = payload.unpack(returned, slots, 1)
+        return rows.reshape(sources * slots, -1), accepted.reshape(-1) > 0
+
+
+def exchange(payload_SXH: jax.Array) -> jax.Array:
+    """The protocol's one collective: block j of the payload goes to ep shard j. Its own transpose."""
+    return lax.all_to_all(payload_SXH, "ep", split_axis=0, concat_axis=0)

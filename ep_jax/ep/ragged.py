@@ -1,0 +1,228 @@
+"""Ragged all-to-all: counts are agreed before rows move, rows arrive grouped by expert without padding.
+
+Letters: S ep shards, E experts, e local experts, T tokens per shard, K choices, W waves of G = ceil(e/W) consecutive
+local experts, N rows of a receiver's wave buffer, B rows of a sender's wave buffer, Q = W*B, U updates per cell,
+X = S*G*U updates, H routed width.
+
+One all-gather of counts lets every shard compute the same kept rows per (source, expert). A sender's buffer holds its
+kept rows destination-major, expert-major, in flat order; a receiver's holds them expert-major, source-major. Each
+(peer, local expert) cell travels as `ep.updates_per_cell` updates of one `jax.lax.ragged_all_to_all`; results return
+over the same path. XLA:CPU has no such operation, so an all-gather and a row gather give the same result there.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_jax.ep.agreement import AGREED
+from ep_jax.ep.capacity import LayerShape, destination_rows
+from ep_jax.ep.experts import RaggedRows
+from ep_jax.ep.ranking import count_groups, invert, rank_in_group
+from ep_jax.ep.routes import Routes
+from ep_jax.ep.rows import move_rows, take_rows
+from ep_jax.ep.settings import EPConfig
+from ep_jax.mesh import varying
+
+
+class Updates(NamedTuple):
+    """Arguments of one ragged exchange, int32 [X] each, peer-major."""
+
+    input_offsets: jax.Array  # first row in my buffer, by receiving peer
+    send_sizes: jax.Array
+    output_offsets: jax.Array  # first row in the peer's buffer
+    recv_sizes: jax.Array  # rows that come, by sending peer
+
+
+class WavePlan(NamedTuple):
+    """One wave's part of the plan of one shard."""
+
+    outward: Updates
+    homeward: Updates
+    sizes_G: jax.Array  # rows that arrive for each local expert of the wave
+
+
+class RaggedPlan(NamedTuple):
+    place_TK: jax.Array  # row in [W, B] of the sender's buffers, -1 when dropped or invalid
+    assignment_Q: jax.Array  # its inverse
+    sent_TK: jax.Array  # bool: every valid assignment; drops are the receivers'
+    waves: tuple[WavePlan, ...]
+
+
+def keep_counts(counts_SE: jax.Array, limits_W: list, shape: LayerShape, group: int, agreed: str) -> jax.Array:
+    """Agreed rows [S sources, S destinations, e] from the gathered counts, wave by wave of `group` local experts."""
+    counts = counts_SE.reshape(shape.num_shards, shape.num_shards, shape.local_experts)
+    kept = []
+    for wave, limit in enumerate(limits_W):
+        part = counts[:, :, wave * group : (wave + 1) * group].swapaxes(0, 1)  # destination first
+        kept.append(AGREED[agreed](part, jnp.broadcast_to(limit, (shape.num_shards,))).swapaxes(0, 1))
+    return jnp.concatenate(kept, axis=2)
+
+
+def plan_wave(kept_SDG: jax.Array, me: jax.Array, updates_per_cell: int) -> WavePlan:
+    """Offsets and sizes of one wave for shard `me`, from everybody's kept rows [source, destination, expert]."""
+    shards, _, group = kept_SDG.shape
+    send_start_SDG = _exclusive_sum(kept_SDG.reshape(shards, -1)).reshape(kept_SDG.shape)
+    stored_DGS = kept_SDG.transpose(1, 2, 0)  # expert-major, source-major at each destination
+    store_start_DGS = _exclusive_sum(stored_DGS.reshape(shards, -1)).reshape(stored_DGS.shape)
+
+    sent_DG, came_SG = kept_SDG[me], kept_SDG[:, me]
+    outward = (send_start_SDG[me], sent_DG, store_start_DGS[:, :, me], came_SG)
+    homeward = (store_start_DGS[me].T, came_SG, send_start_SDG[:, me], sent_DG)
+    return WavePlan(
+        _split(*outward, updates_per_cell), _split(*homeward, updates_per_cell), jnp.sum(came_SG, axis=0)
+    )
+
+
+def _exclusive_sum(values: jax.Array) -> jax.Array:
+    return jnp.cumsum(values, axis=-1) - values
+
+
+def _split(start_in, sent, start_out, came, pieces: int) -> Updates:
+    """Cells [peer, expert] cut into `pieces` updates each, of nearly equal size."""
+    piece = jnp.arange(pieces, dtype=jnp.int32)
+
+    def cut(sizes):  # first row of each piece within its cell, and its size, without overflowing int32
+        quotient, rest = sizes[..., None] // pieces, sizes[..., None] % pieces
+        return piece * quotient + jnp.minimum(piece, rest), quotient + (piece < rest)
+
+    first, size = cut(sent)
+    flat = (start_in[..., None] + first, size, start_out[..., None] + first, cut(came)[1])
+    return Updates(*(part.reshape(-1).astype(jnp.int32) for part in flat))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
+
+    settings: EPConfig
+    shape: LayerShape
+
+    @property
+    def waves(self) -> int:
+        return -(-self.shape.local_experts // self.group)
+
+    @property
+    def group(self) -> int:
+        """G: local experts of a wave; the last wave may have fewer."""
+        return -(-self.shape.local_experts // self.settings.waves)
+
+    def experts_in(self, wave: int) -> int:
+        return min(self.group, self.shape.local_experts - wave * self.group)
+
+    def sender_rows(self) -> int:
+        """Static B: most rows that a shard can send in a wave."""
+        return self.shape.tokens * min(self.shape.experts_per_token, self.shape.num_shards * self.group)
+
+    def receiver(self, wave: int):
+        """Capacity N of a wave."""
+        return destination_rows(self.settings.receiver_factor, self.shape, self.experts_in(wave))
+
+    def receiver_rows(self, wave: int) -> int:
+        """Static N."""
+        return self.receiver(wave).static_rows(self.shape.tokens * self.shape.num_shards)
+
+    def plan(self, routes: Routes) -> RaggedPlan:
+        """Agrees on the kept rows and lays them out at both ends."""
+        shape, ids_TK = self.shape, routes.valid_ids_TK
+        ids_A = ids_TK.reshape(-1)
+        counts_SE = lax.all_gather(count_groups(ids_A, shape.num_experts), "ep")
+        counts_SE = checkpoint_name(counts_SE, "route_plan")
+        limits = [self.receiver(wave).logical_rows(routes.group_valid) for wave in range(self.waves)]
+        kept_SDe = keep_counts(counts_SE, limits, shape, self.group, self.settings.agreed)
+
+        me = lax.axis_index("ep")
+        waves, place_A = [], jnp.full_like(ids_A, -1)
+        rank_A = rank_in_group(ids_A, shape.num_experts)
+        destination_A, local_A = ids_A // shape.local_experts, ids_A % shape.local_experts
+        for wave in range(self.waves):
+            first = wave * self.group
+            kept_SDG = kept_SDe[:, :, first : first + self.experts_in(wave)]
+            waves.append(plan_wave(kept_SDG, me, self.settings.updates_per_cell))
+            start_DG = _exclusive_sum(kept_SDG[me].reshape(-1)).reshape(kept_SDG[me].shape)
+            cell = (destination_A, jnp.clip(local_A - first, 0, self.experts_in(wave) - 1))
+            here_A = (ids_A >= 0) & (local_A // self.group == wave) & (rank_A < kept_SDG[me][cell])
+            place_A = jnp.where(here_A, wave * self.sender_rows() + start_DG[cell] + rank_A, place_A)
+        plan = RaggedPlan(
+            place_TK=place_A.reshape(ids_TK.shape),
+            assignment_Q=invert(place_A, self.waves * self.sender_rows()),
+            sent_TK=ids_TK >= 0,
+            waves=tuple(waves),
+        )
+        return checkpoint_name(plan, "route_plan")
+
+    def dispatch(self, rows_TH: jax.Array, plan: RaggedPlan, wave: int, after: jax.Array | int) -> tuple:
+        """Sends wave `wave`'s rows: (RaggedRows of its experts, the WavePlan to return them by)."""
+        size = self.sender_rows()
+        assignment_B = plan.assignment_Q[wave * size : (wave + 1) * size]
+        token_B = jnp.where(assignment_B < 0, -1, assignment_B // self.shape.experts_per_token) + after
+        here_TK = (plan.place_TK >= 0) & (plan.place_TK // size == wave)
+        rows_BH = move_rows(rows_TH, token_B, jnp.where(here_TK, plan.place_TK % size, -1))
+        this = plan.waves[wave]
+        received = exchange(rows_BH, this.outward, this.homeward, self.receiver_rows(wave))
+        received = checkpoint_name(received, "dispatched_rows")
+        return RaggedRows(received, this.sizes_G), this
+
+    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
+        """The weights of the wave's experts."""
+        first = wave * self.group
+        return tuple(w[first : first + self.experts_in(wave)] for w in (w_gate_up, w_down))
+
+    def give_back(self, results_NH: jax.Array, this: WavePlan) -> tuple[jax.Array, jax.Array]:
+        """Returns results to their sources: (rows [B, H] in sender order, accepted [B]: all that was sent)."""
+        returned = exchange(results_NH, this.homeward, this.outward, self.sender_rows())
+        returned = checkpoint_name(returned, "returned_rows")
+        return returned, jnp.ones(returned.shape[0], jnp.bool)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def exchange(rows: jax.Array, forth: Updates, back: Updates, out_rows: int) -> jax.Array:
+    """Rows moved by the updates `forth` into a buffer of `out_rows` rows; `back` is the reverse movement.
+
+    The gradient moves back by `back`: it does not rely on the derivative of the collective. Rows that nobody wrote
+    are zero here but belong to nobody; readers select by count.
+    """
+    del back
+    move = functools.partial(lax.platform_dependent, rows, *forth)
+    return move(cpu=functools.partial(_emulated, out_rows), default=functools.partial(_ragged_all_to_all, out_rows))
+
+
+def _exchange_forward(rows, forth, back, out_rows):
+    return exchange(rows, forth, back, out_rows), (forth, back, rows[:, :0])
+
+
+def _exchange_backward(out_rows, residuals, gradient):
+    forth, back, like = residuals
+    return exchange(gradient, back, forth, like.shape[0]), None, None
+
+
+exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+def _ragged_all_to_all(out_rows, rows, input_offsets, send_sizes, output_offsets, recv_sizes):
+    out = varying(jnp.zeros((out_rows, rows.shape[1]), rows.dtype))
+    return lax.ragged_all_to_all(
+        rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name="ep"
+    )
+
+
+def _emulated(out_rows, rows, input_offsets, send_sizes, output_offsets, recv_sizes):
+    """What ragged_all_to_all does, from an all-gather of everything. For the CPU."""
+    del recv_sizes
+    me, shards = lax.axis_index("ep"), lax.axis_size("ep")
+    all_rows = lax.all_gather(rows, "ep")
+    to_me = [
+        lax.all_gather(part, "ep").reshape(shards, shards, -1)[:, me].reshape(-1)
+        for part in (input_offsets, send_sizes, output_offsets)
+    ]
+    first_in, size, first_out = to_me  # [source, update] flattened
+    source = jnp.repeat(jnp.arange(shards, dtype=jnp.int32), size.shape[0] // shards)
+    row = jnp.arange(out_rows, dtype=jnp.int32)[:, None]
+    covers = (row >= first_out) & (row < first_out + size)  # [out_rows, updates]; at most one is true
+    origin = jnp.where(covers, source * rows.shape[0] + first_in + row - first_out, 0).sum(axis=1)
+    index = jnp.where(covers.any(axis=1), origin, -1)
+    return take_rows(all_rows.reshape(-1, rows.shape[1]), index)

@@ -1,0 +1,265 @@
+"""One training step and one evaluation step, each a pure function compiled once.
+
+Letters: M microbatches, b rows of a device, L tokens of a row, N layers, E experts, D source shards of the mesh,
+P stages (valid, sender, receiver).
+
+Inside a single shard_map over all mesh axes every device computes the losses and gradients of its own rows with weights
+it gathers; outside it, on global arrays, the gradients are clipped, turned into updates and applied, and the router's
+bias is balanced. A step whose loss or gradients are not finite leaves the whole state as it was and says which leaf it
+was; the host decides what to do about it (`train.py`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ep_jax import mesh as placement
+from ep_jax.config import RunConfig
+from ep_jax.data import Batch
+from ep_jax.ep import EPConfig, LocalDrops, routed_experts_local
+from ep_jax.mesh import AXES, BATCH_AXES
+from ep_jax.model import balancing
+from ep_jax.model.transformer import Outputs, forward, init_params, initial_router_state, parameter_kinds
+from ep_jax.optimizer import gradient_norm, learning_rate_schedule, make_optimizer, optimizer_shardings
+
+State = dict[str, Any]  # step, params, opt_state, router, rng: see `init_state`
+BATCH_SPEC = PartitionSpec(None, BATCH_AXES, None)
+
+
+class LayerDrops(NamedTuple):
+    """Drops of all layers in one step, this device's or summed; a DropReport without fates."""
+
+    counts_NPE: jax.Array  # int32
+    weights_NP: jax.Array  # float32, combine weight
+    source_counts_NDP: jax.Array  # int32, by the shard whose tokens they were
+
+
+class StepMetrics(NamedTuple):
+    """What a training step reports; device arrays, replicated but for the source counts."""
+
+    loss: jax.Array  # float32, the training objective
+    cross_entropy: jax.Array  # float32, nats per valid target
+    load_balance: jax.Array  # float32, mean over layers, before its coefficient
+    z_loss: jax.Array  # float32, mean over layers, before its coefficient
+    grad_norm: jax.Array  # float32, before clipping
+    learning_rate: jax.Array  # float32
+    valid_targets: jax.Array  # int32
+    drops: LayerDrops
+    loss_finite: jax.Array  # bool
+    gradients_finite: Any  # bool per parameter, structure of params
+
+    @property
+    def all_finite(self) -> jax.Array:
+        return self.loss_finite & jnp.stack(jax.tree.leaves(self.gradients_finite)).all()
+
+
+class EvalSums(NamedTuple):
+    """Sums of one evaluation batch, to be added on the host."""
+
+    cross_entropy: jax.Array  # float32, nats
+    valid_targets: jax.Array  # int32
+    drops: LayerDrops
+
+
+def state_shapes(config: RunConfig) -> State:
+    """ShapeDtypeStructs of the training state."""
+    return jax.eval_shape(lambda: _new_state(config))
+
+
+def state_shardings(config: RunConfig, mesh: Mesh) -> State:
+    """NamedSharding of every leaf of the training state: moments follow their parameter, the rest is replicated."""
+    shapes, kinds = state_shapes(config), parameter_kinds(config.model, config.router)
+    params = placement.shardings(mesh, placement.param_specs(kinds, shapes["params"]))
+    whole = NamedSharding(mesh, PartitionSpec())
+    return {
+        "step": whole,
+        "params": params,
+        "opt_state": optimizer_shardings(_optimizer(config), shapes["params"], params),
+        "router": jax.tree.map(lambda _: whole, shapes["router"]),
+        "rng": whole,
+    }
+
+
+def init_state(config: RunConfig, mesh: Mesh) -> State:
+    """The state before the first step, placed on the mesh; values depend on the seed alone, not on the mesh.
+
+    A dict: step int32 (completed steps), params (float32 master weights), opt_state (optax), router {"bias": float32
+    [N,E]}, rng (uint32 key data of the run's seed).
+    """
+    return jax.jit(functools.partial(_new_state, config), out_shardings=state_shardings(config, mesh))()
+
+
+def _new_state(config: RunConfig) -> State:
+    params, _ = init_params(config.model, config.router, config.train.seed)
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "params": params,
+        "opt_state": _optimizer(config).init(params),
+        "router": initial_router_state(config.model, config.router),
+        "rng": jax.random.key_data(jax.random.key(config.train.seed)),
+    }
+
+
+def _optimizer(config: RunConfig) -> optax.GradientTransformation:
+    return make_optimizer(config.optimizer, config.train.steps, parameter_kinds(config.model, config.router))
+
+
+def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], tuple[State, StepMetrics]]:
+    """The compiled step (state, batch) -> (state, metrics). Donates the state.
+
+    The batch is [M, B/M, L] placed by BATCH_SPEC; every mesh gives the same losses up to float32 rounding.
+    """
+    optimizer = _optimizer(config)
+    learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
+    kinds = parameter_kinds(config.model, config.router)
+    shapes = state_shapes(config)
+    specs = placement.param_specs(kinds, shapes["params"])
+    whole = PartitionSpec()
+    outputs_spec = Outputs(whole, whole, whole, whole, _DROPS_SPEC)
+    gradients_of = jax.shard_map(
+        functools.partial(_local_gradients, config),
+        mesh=mesh,
+        in_specs=(specs, whole, Batch(*(BATCH_SPEC,) * len(Batch._fields))),
+        out_specs=(specs, (outputs_spec, whole)),
+    )
+
+    def step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
+        gradients, (outputs, valid_targets) = gradients_of(state["params"], state["router"]["bias"], batch)
+        loss = outputs.objective(config.router)
+        metrics = StepMetrics(
+            loss=loss,
+            cross_entropy=outputs.cross_entropy,
+            load_balance=outputs.load_balance,
+            z_loss=outputs.z_loss,
+            grad_norm=gradient_norm(gradients),
+            learning_rate=learning_rate(state["step"]),
+            valid_targets=valid_targets,
+            drops=outputs.drops,
+            loss_finite=jnp.isfinite(loss),
+            gradients_finite=jax.tree.map(lambda gradient: jnp.isfinite(gradient).all(), gradients),
+        )
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        bias = balancing.next_bias(state["router"]["bias"], outputs.router, config.router)
+        new_state = {
+            "step": state["step"] + 1,
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+            "router": {"bias": bias},
+            "rng": state["rng"],
+        }
+        # The old buffers are donated: only here can a step that went wrong still be undone.
+        good = metrics.all_finite
+        return jax.tree.map(lambda new, old: jnp.where(good, new, old), new_state, state), metrics
+
+    shardings = state_shardings(config, mesh)
+    batch_shardings = Batch(*(NamedSharding(mesh, BATCH_SPEC),) * len(Batch._fields))
+    return jax.jit(step, donate_argnums=0, in_shardings=(shardings, batch_shardings), out_shardings=(shardings, None))
+
+
+def make_eval_step(config: RunConfig, mesh: Mesh, ep: EPConfig) -> Callable[[Any, jax.Array, Batch], EvalSums]:
+    """The compiled evaluation (params, router bias, batch) -> EvalSums under the protocol settings `ep`.
+
+    The router's bias is applied and never updated.
+    """
+    config = dataclasses.replace(config, ep=ep)
+    specs = placement.param_specs(parameter_kinds(config.model, config.router), state_shapes(config)["params"])
+
+    def local(params, bias, batch):
+        valid_targets = _count_valid(batch)
+        run = functools.partial(_run_microbatch, config, bias=bias, valid_total=valid_targets.astype(jnp.float32))
+        # Without the router's sums: the bias is applied and not updated, so the compiler leaves them out.
+        outputs = _sum_over_microbatches(lambda rows: run(params, rows)._replace(router=None), batch)
+        outputs = _sum_over_devices(outputs)
+        return EvalSums(outputs.cross_entropy * valid_targets, valid_targets, outputs.drops)
+
+    sums = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec(), Batch(*(BATCH_SPEC,) * len(Batch._fields))),
+        out_specs=EvalSums(PartitionSpec(), PartitionSpec(), _DROPS_SPEC),
+    )
+    return jax.jit(sums)
+
+
+def dropless(ep: EPConfig) -> EPConfig:
+    """Settings under which nothing can drop: weights are gathered instead of rows sent."""
+    return dataclasses.replace(ep, transport="dense", waves=1)
+
+
+_DROPS_SPEC = LayerDrops(PartitionSpec(), PartitionSpec(), PartitionSpec(None, BATCH_AXES, None))
+
+
+def _local_gradients(config: RunConfig, params: Any, bias: jax.Array, batch: Batch) -> tuple:
+    """Gradients (placed like params), (Outputs summed over devices and microbatches, valid targets of the step)."""
+    valid_targets = _count_valid(batch)
+    run = functools.partial(_run_microbatch, config, bias=bias, valid_total=valid_targets.astype(jnp.float32))
+
+    def objective(params, rows):
+        outputs = run(params, rows)
+        return lax.psum(outputs.objective(config.router), AXES), outputs
+
+    def gradients_and_outputs(rows):
+        gradients, outputs = jax.grad(objective, has_aux=True)(params, rows)
+        return gradients, outputs
+
+    gradients, outputs = _sum_over_microbatches(gradients_and_outputs, batch)
+    return gradients, (_sum_over_devices(outputs), valid_targets)
+
+
+def _count_valid(batch: Batch) -> jax.Array:
+    """int32: valid targets of the whole step, the denominator of every mean."""
+    return lax.psum(jnp.sum(batch.valid, dtype=jnp.int32), AXES)
+
+
+def _run_microbatch(config: RunConfig, params: Any, rows: Batch, *, bias, valid_total) -> Outputs:
+    """The model on this device's rows [b, L] of one microbatch, with the configured protocol."""
+
+    def routed_experts(*arrays, **sizes):
+        out, drops = routed_experts_local(*arrays, **sizes, settings=config.ep)
+        return out, LocalDrops(None, drops.counts_PE, drops.weights_P)  # a step has no use for each assignment's fate
+
+    return forward(
+        params,
+        bias,
+        rows,
+        model=config.model,
+        router=config.router,
+        valid_total=valid_total,
+        routed_experts=routed_experts,
+    )
+
+
+def _sum_over_microbatches(function: Callable[[Batch], Any], batch: Batch) -> Any:
+    """Sum of function(rows) over the leading axis of the batch, one microbatch at a time."""
+    microbatches = batch.tokens.shape[0]
+    if microbatches == 1:
+        return function(jax.tree.map(lambda x: x[0], batch))
+
+    def add(total, rows):
+        return jax.tree.map(jnp.add, total, function(rows)), None
+
+    zeros = jax.tree.map(_zeros_like, jax.eval_shape(function, jax.tree.map(lambda x: x[0], batch)))
+    total, _ = lax.scan(add, zeros, batch)
+    return total
+
+
+def _zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros that may differ between devices as the summed value does; a scan's carry must have one type."""
+    zeros = jnp.zeros(shape.shape, shape.dtype)
+    axes = tuple(axis for axis in placement.manual_axes() if axis in placement.varying_axes(shape))
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def _sum_over_devices(outputs: Outputs) -> Outputs:
+    """Outputs with every sum taken over the whole mesh, and the drops as LayerDrops."""
+    local = outputs.drops
+    source_counts = local.counts_PE.sum(axis=-1)[:, None, :]  # [N, 1, P], one device's
+    outputs = lax.psum(outputs._replace(drops=(local.counts_PE, local.weights_P)), AXES)
+    return outputs._replace(drops=LayerDrops(*outputs.drops, source_counts))
