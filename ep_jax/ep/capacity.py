@@ -80,9 +80,10 @@ def expert_rows(factor: float, shape: LayerShape, waves: int, pool_rows: int) ->
 
 def destination_rows(factor: float, shape: LayerShape, experts_in_wave: int) -> Capacity:
     """N of one wave, per destination, as a function of V: ceil(cr*K*V * experts_in_wave / E), at most what can come."""
-    worst = Fraction(shape.most_per_destination * shape.num_shards, shape.experts_per_token)
+    most_per_token = min(shape.experts_per_token, experts_in_wave)
+    worst = Fraction(most_per_token * shape.num_experts, shape.experts_per_token * experts_in_wave)
     rate = _fraction("ep.receiver_factor", factor, worst) * shape.experts_per_token * experts_in_wave
-    most = shape.num_shards * shape.tokens * min(shape.experts_per_token, experts_in_wave)
+    most = shape.num_shards * shape.tokens * most_per_token
     return _capacity("ep.receiver_factor", factor, rate / shape.num_experts, most)
 
 

@@ -140,7 +140,7 @@ def routed_experts(
         out, drops = routed_experts_local(
             rows, ids, weights, valid, w_gate_up, w_down, sequence_length=sequence_length, settings=settings
         )
-        source_counts = drops.counts_PE.sum(axis=1)[None]
+        source_counts = drops.counts_PE.sum(axis=1, dtype=jnp.int32)[None]
         return out, DropReport(
             drops.fate_TK, lax.psum(drops.counts_PE, axes), source_counts, lax.psum(drops.weights_P, axes)
         )

@@ -73,9 +73,7 @@ def plan_wave(kept_SDG: jax.Array, me: jax.Array, updates_per_cell: int) -> Wave
     sent_DG, came_SG = kept_SDG[me], kept_SDG[:, me]
     outward = (send_start_SDG[me], sent_DG, store_start_DGS[:, :, me], came_SG)
     homeward = (store_start_DGS[me].T, came_SG, send_start_SDG[:, me], sent_DG)
-    return WavePlan(
-        _split(*outward, updates_per_cell), _split(*homeward, updates_per_cell), jnp.sum(came_SG, axis=0)
-    )
+    return WavePlan(_split(*outward, updates_per_cell), _split(*homeward, updates_per_cell), jnp.sum(came_SG, axis=0))
 
 
 def _exclusive_sum(values: jax.Array) -> jax.Array:
@@ -84,7 +82,7 @@ def _exclusive_sum(values: jax.Array) -> jax.Array:
 
 def _split(start_in, sent, start_out, came, pieces: int) -> Updates:
     """Cells [peer, expert] cut into `pieces` updates each, of nearly equal size."""
-    piece = jnp.arange(pieces, dtype=jnp.int32)
+    piece = jnp.arange(pieces, dtype=jnp.int32)[None, None]
 
     def cut(sizes):  # first row of each piece within its cell, and its size, without overflowing int32
         quotient, rest = sizes[..., None] // pieces, sizes[..., None] % pieces
@@ -205,9 +203,7 @@ exchange.defvjp(_exchange_forward, _exchange_backward)
 
 def _ragged_all_to_all(out_rows, rows, input_offsets, send_sizes, output_offsets, recv_sizes):
     out = varying(jnp.zeros((out_rows, rows.shape[1]), rows.dtype))
-    return lax.ragged_all_to_all(
-        rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name="ep"
-    )
+    return lax.ragged_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name="ep")
 
 
 def _emulated(out_rows, rows, input_offsets, send_sizes, output_offsets, recv_sizes):
@@ -222,7 +218,8 @@ def _emulated(out_rows, rows, input_offsets, send_sizes, output_offsets, recv_si
     first_in, size, first_out = to_me  # [source, update] flattened
     source = jnp.repeat(jnp.arange(shards, dtype=jnp.int32), size.shape[0] // shards)
     row = jnp.arange(out_rows, dtype=jnp.int32)[:, None]
-    covers = (row >= first_out) & (row < first_out + size)  # [out_rows, updates]; at most one is true
-    origin = jnp.where(covers, source * rows.shape[0] + first_in + row - first_out, 0).sum(axis=1)
+    begin, end = first_out[None], (first_out + size)[None]
+    covers = (row >= begin) & (row < end)  # [out_rows, updates]; at most one is true
+    origin = jnp.where(covers, (source * rows.shape[0] + first_in)[None] + row - begin, 0).sum(axis=1)
     index = jnp.where(covers.any(axis=1), origin, -1)
     return take_rows(all_rows.reshape(-1, rows.shape[1]), index)

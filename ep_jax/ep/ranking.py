@@ -14,7 +14,7 @@ MOST_GROUPS_FOR_SCAN = 64
 def rank_in_group(group_A: jax.Array, num_groups: int) -> jax.Array:
     """Number of earlier elements with the same group id; elements outside 0..num_groups-1 get an unspecified rank."""
     if num_groups <= MOST_GROUPS_FOR_SCAN:
-        member_AG = (group_A[:, None] == jnp.arange(num_groups, dtype=group_A.dtype)).astype(jnp.int32)
+        member_AG = (group_A[:, None] == jnp.arange(num_groups, dtype=group_A.dtype)[None]).astype(jnp.int32)
         before_AG = jnp.cumsum(member_AG, axis=0) - member_AG
         return jnp.sum(before_AG * member_AG, axis=1)
     group_A = jnp.where((group_A >= 0) & (group_A < num_groups), group_A, num_groups)

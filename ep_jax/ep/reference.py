@@ -352,7 +352,8 @@ def fates(expert_ids, weights, valid, *, num_experts: int, sequence_length: int,
     Raises ValueError if S does not divide num_experts, pre-mix not S and T, or ids are out of range or repeated.
     """
     ids_STK, valid_ST = np.asarray(expert_ids), np.asarray(valid, bool)
-    sizes = Sizes(*ids_STK.shape, num_experts)
+    shards, tokens_per_shard, choices = ids_STK.shape
+    sizes = Sizes(shards, tokens_per_shard, choices, num_experts)
     premix = 1 if policy.transport == "dense" else policy.premix
     if sizes.experts % sizes.shards:
         raise ValueError(f"num_experts = {sizes.experts}: must be a multiple of the {sizes.shards} shards")

@@ -1,0 +1,69 @@
+# The commands of this project. The first one that needs it makes .venv from pyproject.toml and constraints.txt.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+ENVIRONMENT := $(VENV)/.installed
+ARGS :=
+LINT := lint-format lint-code lint-types lint-notebooks lint-sizes
+
+# $(call need,MODULE): one clear line when the tool of a target is missing from the environment.
+need = @$(PYTHON) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("$(1)") is None)' || \
+	{ echo "make $@: $(1) is missing from $(VENV); remove $(ENVIRONMENT) and try again" >&2; exit 1; }
+
+.PHONY: help tiny test lint format notebooks hooks $(LINT)
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 18
+
+tiny: $(ENVIRONMENT) ## train configs/tiny.toml on 8 virtual CPU devices; ARGS="--train.steps 20" changes a setting
+	@$(PYTHON) -m ep_jax.train --config configs/tiny.toml $(ARGS)
+
+test: $(ENVIRONMENT) ## run the tests; ARGS="tests/test_config.py" runs a part
+	$(call need,pytest)
+	@$(PYTHON) -m pytest $(ARGS)
+
+lint: $(ENVIRONMENT) ## run what the pre-commit hooks run: format, lint, types, notebook pairs, file sizes
+	@$(MAKE) --no-print-directory --keep-going $(LINT)
+
+lint-format: $(ENVIRONMENT)
+	$(call need,ruff)
+	@$(PYTHON) -m ruff format --check --quiet . || { echo "lint-format: run make format" >&2; exit 1; }
+
+lint-code: $(ENVIRONMENT)
+	$(call need,ruff)
+	@$(PYTHON) -m ruff check --quiet .
+
+lint-types: $(ENVIRONMENT)
+	$(call need,pyrefly)
+	@$(PYTHON) -m pyrefly check --summary=none
+
+lint-notebooks: $(ENVIRONMENT)
+	$(call need,jupytext)
+	@$(PYTHON) .ci/check_notebooks.py
+
+lint-sizes: $(ENVIRONMENT)
+	@$(PYTHON) .ci/check_sizes.py
+
+format: $(ENVIRONMENT) ## format the code and apply the safe fixes of the linter
+	$(call need,ruff)
+	@$(PYTHON) -m ruff format . && $(PYTHON) -m ruff check --fix .
+
+notebooks: $(ENVIRONMENT)-notebooks ## run the notebooks of experiments/ and write their results into the .ipynb files
+	$(call need,jupytext)
+	@files=$$(grep -rlE '^# *formats: ipynb' experiments --include='*.py' 2>/dev/null | sort); \
+	[ -n "$$files" ] || { echo "experiments/ has no notebooks yet"; exit 0; }; \
+	while IFS= read -r file; do echo "$$file"; $(PYTHON) -m jupytext --quiet --sync --execute "$$file" || exit 1; done <<<"$$files"
+
+hooks: $(ENVIRONMENT) ## run `make lint` before every git commit
+	$(call need,pre_commit)
+	@git rev-parse --git-dir >/dev/null 2>&1 || { echo "make hooks: this folder is not a git checkout" >&2; exit 1; }
+	@$(PYTHON) -m pre_commit install
+
+$(ENVIRONMENT): pyproject.toml constraints.txt .python-version .ci/environment
+	@bash .ci/environment "$(VENV)" dev
+	@touch $@
+
+$(ENVIRONMENT)-notebooks: $(ENVIRONMENT)
+	@bash .ci/environment "$(VENV)" dev,notebooks
+	@touch $@

@@ -1,0 +1,80 @@
+"""Held-out loss of given parameters under given protocol settings. Used by `train.py` and `evaluate.py`.
+
+The router's bias is applied and not updated. Not here: which settings to compare, and how results are shown.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from ep_jax.config import RunConfig
+from ep_jax.data import Sequences
+from ep_jax.data.batches import held_out_batches
+from ep_jax.ep import EPConfig
+from ep_jax.metrics import add_drops, drop_rates
+from ep_jax.step import dropless, make_eval_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss over a fixed sample of packed rows."""
+
+    cross_entropy: float  # nats per valid target
+    valid_targets: int
+    counts_NPE: np.ndarray  # int64, drops by layer, stage and expert
+
+    @property
+    def drop_rates(self) -> dict[str, float]:
+        return drop_rates(self.counts_NPE)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"cross_entropy": self.cross_entropy, "valid_targets": self.valid_targets, **self.drop_rates}
+
+
+class Evaluator:
+    """Evaluates parameters on the same held-out rows each time; compiles once per protocol setting."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, held_out: Sequences):
+        self.config, self.mesh, self.held_out = config, mesh, held_out
+        self.steps: dict[EPConfig, Any] = {}
+
+    def __call__(self, params: Any, router_bias: Any, ep: EPConfig) -> Evaluation:
+        """Loss under `ep`; the same for every mesh up to float32 rounding when nothing drops."""
+        if ep not in self.steps:
+            self.steps[ep] = make_eval_step(self.config, self.mesh, ep)
+        config, loss_sum, valid, counts = self.config, 0.0, 0, None
+        batches = held_out_batches(
+            self.held_out,
+            sequences_per_batch=config.train.sequences_per_step,
+            accumulation=config.train.accumulation,
+            mesh=self.mesh,
+            num_sequences=config.train.eval_sequences,
+        )
+        for batch in batches:
+            sums = self.steps[ep](params, router_bias, batch)
+            loss_sum += float(sums.cross_entropy)
+            valid += int(sums.valid_targets)
+            counts = add_drops(counts, sums.drops.counts_NPE)
+        return Evaluation(loss_sum / max(valid, 1), valid, counts)
+
+    def paired(self, params: Any, router_bias: Any) -> tuple[Evaluation, Evaluation]:
+        """(dropless, under the training capacity) on the same rows."""
+        ep = self.config.ep
+        free = self(params, router_bias, dropless(ep))
+        return free, free if ep == dropless(ep) else self(params, router_bias, ep)
+
+
+def comparison(free: Evaluation, policy: Evaluation, bigram: float | None, ep: EPConfig) -> str:
+    """Both losses side by side with the drop rate, and the bigram table's loss as a yardstick."""
+    rates = policy.drop_rates
+    lines = [
+        f"held-out cross entropy, nats per token over {free.valid_targets:,} targets",
+        f"  {'dropless':<28}{free.cross_entropy:8.4f}",
+        f"  {ep.transport + ' as trained':<28}{policy.cross_entropy:8.4f}   {100 * rates['drop_rate']:.2f} % dropped "
+        f"({100 * rates['drop_rate_sender']:.2f} sender, {100 * rates['drop_rate_receiver']:.2f} receiver)",
+    ]
+    if bigram is not None:
+        lines.append(f"  {'bigram table':<28}{bigram:8.4f}   fitted on the same training text")
+    return "\n".join(lines)

@@ -1,0 +1,30 @@
+"""Exit codes of every command, and the one place where a refusal becomes a line on stderr.
+
+Scripts and schedulers may rely on the numbers; 1 is left to Python for an unexpected error, which shows its traceback.
+This file does no logging and knows nothing of JAX.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from ep_jax.fields import ConfigError
+
+DONE = 0  # finished, or a finished run was started again and had nothing to do
+REFUSED = 2  # bad configuration, command line or data: one line on stderr, nothing written
+NON_FINITE = 3  # loss or a gradient became NaN or infinite; the last good state was kept, the message names the leaf
+CHECKPOINT_FAILED = 4  # a checkpoint could not be written; the run stopped instead of going on unsaved
+INTERRUPTED = 5  # SIGTERM: the last completed step was saved; the same command resumes there
+
+
+def run_main(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command's `main(argv)` and exits with the code it returns (None is DONE).
+
+    A ConfigError becomes one line on stderr and exit code REFUSED, without a traceback. argv: sys.argv[1:] if left out.
+    """
+    try:
+        code = main(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        code = REFUSED
+    sys.exit(DONE if code is None else code)

@@ -1,0 +1,86 @@
+"""From a configuration to running devices: flags, processes, device count, mesh. The same for every command.
+
+Everything that can be refused without data is refused here, before anything is compiled or written. Not here: what the
+flags are (xla_flags.py), how processes meet (distributed.py), where arrays live (mesh.py).
+"""
+
+import dataclasses
+import math
+
+from jax.sharding import Mesh
+
+from ep_jax import distributed, xla_flags
+from ep_jax.config import RunConfig, check_run
+from ep_jax.fields import ConfigError
+from ep_jax.mesh import make_mesh, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """What a command runs on."""
+
+    config: RunConfig  # with a resolved mesh
+    mesh: Mesh
+    launch: distributed.Launch
+    flags: tuple[str, ...]  # XLA flags and variables that were added
+    notes: tuple[str, ...]  # what the user should know, one line each
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes shared files."""
+        return self.launch.process_id == 0
+
+    def say(self, *lines: str) -> None:
+        """Prints on the main process only."""
+        if self.is_main:
+            print(*lines, sep="\n", flush=True)
+
+
+def start(config: RunConfig) -> Runtime:
+    """Sets flags, meets the other processes, makes the mesh and checks the rules that span sections.
+
+    On CPU the device count comes from XLA_FLAGS or JAX_NUM_CPU_DEVICES, which the mesh must equal, or else from the
+    mesh: that many virtual devices are made. Raises ConfigError.
+    """
+    platform = xla_flags.default_platform()
+    launch = distributed.detect()
+    notes = list(unused_settings(config))
+    per_process = None
+    if platform == "cpu":
+        processes = launch.num_processes or 1
+        given = xla_flags.requested_device_count()
+        mesh_config = resolve(config.mesh, None if given is None else given * processes)
+        config = dataclasses.replace(config, mesh=mesh_config)
+        per_process, rest = divmod(math.prod(mesh_config.shape), processes)
+        if rest:
+            raise ConfigError(
+                f"mesh.{mesh_config.shape_text()}: {math.prod(mesh_config.shape)} devices do not divide over "
+                f"{processes} processes"
+            )
+        check_run(config)  # before a backend starts
+        if given is None:
+            notes.append(f"devices: {per_process} virtual CPU devices made for the mesh {mesh_config.shape_text()}")
+    preset = "cpu" if platform == "cpu" else "gpu_ragged" if config.ep.transport == "ragged" else "gpu"
+    flags = xla_flags.prepare(preset, per_process)
+    launch = distributed.initialize(launch)
+
+    import jax
+
+    config = dataclasses.replace(config, mesh=resolve(config.mesh, jax.device_count()))
+    check_run(config)
+    return Runtime(config, make_mesh(config.mesh), launch, flags, tuple(notes))
+
+
+def unused_settings(config: RunConfig) -> list[str]:
+    """One line naming the protocol settings that the chosen transport does not use, if any differ from their default."""
+    used = {
+        "pooled_wave": {"sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "rescale"},
+        "ragged": {"receiver_factor", "agreed", "waves", "schedule", "rescale", "updates_per_cell"},
+        "dense": set(),
+    }[config.ep.transport]
+    unused = [
+        f"ep.{field.name}"
+        for field in dataclasses.fields(config.ep)
+        if field.name not in used | {"transport"} and getattr(config.ep, field.name) != field.default
+    ]
+    return [f"not used by ep.transport = {config.ep.transport}: {', '.join(unused)}"] if unused else []
