@@ -1,0 +1,190 @@
+"""The decoder: embedding, scanned blocks of layers, final norm, head, and the losses of this device's batch rows.
+
+`init_params` and `parameter_kinds` describe the parameters; `forward` runs inside one shard_map over all mesh axes, on
+this device's parameter shards and batch rows, and returns sums that the caller adds over devices and microbatches.
+This file does not differentiate, update or communicate, but for two small sums of counts.
+
+Shapes: b sequences of this device, L tokens of a sequence, D model width, V vocabulary, E experts.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ep_jax.mesh import BATCH_AXES
+from ep_jax.model import balancing, parameters
+from ep_jax.model.attention import Attention
+from ep_jax.model.config import ModelConfig, RouterConfig
+from ep_jax.model.latent_moe import LatentMoE, RoutedExperts
+from ep_jax.model.loss import cross_entropy_sum, load_balance_sum
+from ep_jax.model.norms import rms_norm
+from ep_jax.model.parameters import gathered, norm_scale, weight
+from ep_jax.model.router import RouterStats
+
+if TYPE_CHECKING:
+    from ep_jax.data.sequences import Batch
+
+# Names that the protocol gives to what it sends, gets back and plans with; the policy "exchanges" keeps these alone.
+EXCHANGE_NAMES = ("dispatched_rows", "returned_rows", "route_plan")
+
+
+class Outputs(NamedTuple):
+    """Losses and sums of this device's rows. Summed over devices and microbatches, the losses are means of the step."""
+
+    cross_entropy: jax.Array  # float32 [], nats per valid target
+    load_balance: jax.Array  # float32 [], mean over layers, 1.0 when balanced
+    z_loss: jax.Array  # float32 [], mean over layers and valid tokens
+    router: RouterStats | None  # each field with a leading layer axis; None where nobody needs it
+    drops: Any  # what routed_experts reports, each leaf with a leading layer axis
+
+    def objective(self, router: RouterConfig) -> jax.Array:
+        """What training minimises: cross entropy plus the router losses times their coefficients."""
+        balance = router.load_balance_coefficient * self.load_balance
+        return self.cross_entropy + balance + router.z_loss_coefficient * self.z_loss
+
+
+class Layer(nnx.Module):
+    """Attention and MoE, each behind a norm and added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, router: RouterConfig, *, window: int, stack: tuple[int, ...]):
+        self.epsilon = model.norm_epsilon
+        self.attention_norm = norm_scale((*stack, model.model_dim))
+        self.attention = Attention(model, window=window, stack=stack)
+        self.moe_norm = norm_scale((*stack, model.model_dim))
+        self.moe = LatentMoE(model, router, stack=stack)
+
+    def __call__(self, x_bLD, bias_E, batch, valid_in_group, routed_experts):
+        with jax.named_scope("attention"):
+            normed = rms_norm(x_bLD, self.attention_norm[...], self.epsilon)
+            x_bLD += self.attention(normed, batch.segments, batch.positions)
+        normed = rms_norm(x_bLD, self.moe_norm[...], self.epsilon)
+        added, stats, drops = self.moe(normed, bias_E, batch.valid, valid_in_group, routed_experts)
+        return x_bLD + added, (stats, drops)
+
+
+class Block(nnx.Module):
+    """The unit of the scan: global_every layers, the last of which attends globally and the others in the window."""
+
+    def __init__(self, model: ModelConfig, router: RouterConfig, *, stack: tuple[int, ...]):
+        self.num_layers = model.global_every
+        for i in range(self.num_layers):
+            window = model.window if i < self.num_layers - 1 else 0
+            setattr(self, f"layer_{i}", Layer(model, router, window=window, stack=stack))
+
+    def __call__(self, x_bLD, bias_nE, batch, valid_in_group, routed_experts):
+        """Returns activations, and per-layer (RouterStats, drops) with a leading axis of the block's layers."""
+        reports = []
+        for i in range(self.num_layers):
+            layer = getattr(self, f"layer_{i}")
+            x_bLD, report = layer(x_bLD, bias_nE[i], batch, valid_in_group, routed_experts)
+            reports.append(report)
+        return x_bLD, jax.tree.map(lambda *layers: jnp.stack(layers), *reports)
+
+
+class Transformer(nnx.Module):
+    """All parameters. Those of the blocks have a leading axis of num_blocks."""
+
+    def __init__(self, model: ModelConfig, router: RouterConfig):
+        self.embedding = weight("embedding", (model.vocab_size, model.model_dim), model.init_std)
+        self.blocks = Block(model, router, stack=(model.num_blocks,))
+        self.final_norm = norm_scale((model.model_dim,))
+        if not model.tie_embeddings:
+            self.head = weight("head", (model.model_dim, model.vocab_size), model.init_std)
+
+
+def parameter_kinds(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
+    """The kind of every parameter ("embedding", "head", "dense", "expert", "router", "norm"), as a nested dict."""
+    return parameters.kinds_of(Transformer(model, router))
+
+
+def init_params(
+    model: ModelConfig, router: RouterConfig, seed: int | jax.Array
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Float32 master weights and their kinds, nested dicts of the same structure.
+
+    Weights are truncated normal with init_std; those that write to the residual stream (attention output, expert,
+    shared and latent outputs) are 1/sqrt(2 num_layers) of that, the router's is 1/sqrt(model_dim), norms are one. The
+    values do not depend on the mesh. To place them while they are made, jit
+    `lambda seed: init_params(model, router, seed)[0]` with out_shardings.
+    """
+    module = Transformer(model, router)
+    return parameters.initialize(module, seed), parameters.kinds_of(module)
+
+
+def forward(
+    params: dict[str, Any],
+    router_bias: jax.Array,
+    batch: "Batch",
+    *,
+    model: ModelConfig,
+    router: RouterConfig,
+    valid_total: jax.Array,
+    routed_experts: RoutedExperts,
+) -> Outputs:
+    """Losses and sums of this device's batch rows; inside shard_map over the mesh axes, check_vma on.
+
+    params: this device's shards, float32. router_bias: float32 [num_layers, E]. batch: tokens, targets, segments,
+    positions int32 [b, L], valid bool [b, L] (one microbatch). valid_total: float32 [],
+    valid targets of the whole step over all devices and microbatches; 0 is taken as 1. The same on every mesh.
+    """
+    module = nnx.merge(nnx.graphdef(Transformer(model, router)), params)
+    valid_total = jnp.maximum(valid_total, 1.0)
+    valid_in_group = lax.psum(jnp.sum(batch.valid, dtype=jnp.int32), "ep")
+    dtype = jnp.dtype(model.compute_dtype)
+
+    embedding_VD = gathered(module.embedding, dtype)
+    # Looked up in float32, so that the gradients of a frequent token add up in float32.
+    x_bLD = embedding_VD.astype(jnp.float32)[batch.tokens].astype(dtype)
+    x_bLD, stats, drops = _scan_blocks(module.blocks, x_bLD, router_bias, batch, valid_in_group, routed_experts, model)
+    x_bLD = rms_norm(x_bLD, module.final_norm[...], model.norm_epsilon)
+    head_DV = embedding_VD.T if model.tie_embeddings else gathered(module.head, dtype)
+    with jax.named_scope("loss"):
+        cross_entropy = cross_entropy_sum(
+            x_bLD.reshape(-1, model.model_dim),
+            head_DV.astype(jnp.float32),  # its gradient is summed over chunks in this type
+            batch.targets.reshape(-1),
+            batch.valid.reshape(-1),
+            model.loss_chunk_tokens,
+        )
+    balance_sums = jax.vmap(load_balance_sum)(lax.psum(stats.counts, BATCH_AXES), stats.probability_sum)
+    return Outputs(
+        cross_entropy=cross_entropy / valid_total,
+        load_balance=jnp.mean(balance_sums) / valid_total,
+        z_loss=jnp.mean(stats.z_sum) / valid_total,
+        router=stats,
+        drops=drops,
+    )
+
+
+def initial_router_state(model: ModelConfig, router: RouterConfig) -> dict[str, jax.Array]:
+    """The router's part of the training state: {"bias": float32 zeros [num_layers, E]}."""
+    return {"bias": balancing.initial_bias(model.num_layers, router.num_experts)}
+
+
+def _scan_blocks(blocks, x_bLD, router_bias, batch, valid_in_group, routed_experts, model):
+    """Runs the blocks one after the other; router stats and drops come back with a leading axis of all layers."""
+    graphdef, stacked = nnx.split(blocks)
+
+    def run_block(x_bLD, block_params, bias_nE):
+        return nnx.merge(graphdef, block_params)(x_bLD, bias_nE, batch, valid_in_group, routed_experts)
+
+    run_block = remat(run_block, model.remat)
+    bias_BnE = router_bias.reshape(model.num_blocks, model.global_every, -1)
+    x_bLD, reports = lax.scan(lambda x, xs: run_block(x, *xs), x_bLD, (nnx.to_pure_dict(stacked), bias_BnE))
+    stats, drops = jax.tree.map(lambda leaf: leaf.reshape(model.num_layers, *leaf.shape[2:]), reports)
+    return x_bLD, stats, drops
+
+
+def remat(block, policy: str):
+    """Wraps a block so that its backward pass recomputes what the policy does not keep.
+
+    "none" keeps everything, gathered weights included; "full" keeps the input of each block; "exchanges" keeps that
+    and what crossed the network for the routed experts, so that no exchange is repeated.
+    """
+    if policy == "none":
+        return block
+    kept = jax.checkpoint_policies.save_only_these_names(*EXCHANGE_NAMES) if policy == "exchanges" else None
+    return jax.checkpoint(block, policy=kept, prevent_cse=False)
