@@ -234,6 +234,8 @@ def newest_whole(folder: str | Path) -> Point | None:
         if damage:
             next_one = "it is the oldest" if older is None else f"falling back to step {older}"
             _warn(f"checkpoint {folder / str(step)} is damaged: {damage}; {next_one}")
+        if (folder / str(step)).is_file():
+            continue  # in the way, but not a checkpoint that was lost: no reason to refuse a fresh start
         found.append(f"{step} ({damage or 'damaged, see the warning of another process'})")
     if found:
         raise CheckpointError(f"{folder}: no whole checkpoint among {', '.join(found)}")

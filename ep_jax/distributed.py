@@ -20,9 +20,9 @@ import sys
 import threading
 from collections.abc import Generator, Mapping
 
+from ep_jax import exits
 from ep_jax.fields import ConfigError
 
-EXIT_NO_RENDEZVOUS = 6  # the other processes did not come in time; the other exit codes are in exits.py
 DEFAULT_TIMEOUT_S = 120.0
 EXPLICIT_VARIABLES = ("EP_JAX_COORDINATOR", "EP_JAX_NUM_PROCESSES", "EP_JAX_PROCESS_ID")
 TIMEOUT_VARIABLE = "EP_JAX_START_TIMEOUT_S"
@@ -83,7 +83,7 @@ def initialize(launch: Launch | None = None) -> Launch:
     """Meets the other processes, before JAX starts its backend; does nothing for a single process.
 
     When they are not complete within `launch.timeout_s`, this process prints one line naming coordinator, process and
-    expected number and exits with EXIT_NO_RENDEZVOUS. Returns the launch with every number filled in.
+    expected number and exits with exits.NO_RENDEZVOUS. Returns the launch with every number filled in.
     """
     launch = launch or detect()
     if launch.launcher == "single":
@@ -147,7 +147,7 @@ def _exit_late(launch: Launch) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(EXIT_NO_RENDEZVOUS)
+    os._exit(exits.NO_RENDEZVOUS)
 
 
 def _explicit(environ: Mapping[str, str], timeout_s: float) -> Launch:

@@ -39,14 +39,12 @@ def main(argv: Sequence[str]) -> int:
     from ep_jax.launch import start
 
     runtime = start(config)
-    import jax
-
-    from ep_jax.checkpoint import restore
+    from ep_jax.checkpoint import read_metadata, restore
     from ep_jax.data import bigram_cross_entropy, open_dataset
     from ep_jax.evaluation import Evaluator, comparison
     from ep_jax.metrics import drop_table
     from ep_jax.report import write_json
-    from ep_jax.step import state_shapes, state_shardings
+    from ep_jax.step import state_target
 
     config = runtime.config
     step = arguments.options.get("step")
@@ -54,18 +52,14 @@ def main(argv: Sequence[str]) -> int:
         point = resume_point(folder, str(folder / CHECKPOINTS / step) if step else str(folder))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
+    if point is None:
+        raise ConfigError(f"--run {folder}: found no checkpoint there")
     dataset = open_dataset(config.data, vocab_size=config.model.vocab_size)
+    if read_metadata(point).get("data") != dataset.fingerprint:
+        runtime.say(f"WARNING: {point.path} was trained on another data set; these may be other held-out documents")
     # Parameters and the router's bias only: the optimizer's state may be twice their size.
-    target = {
-        name: jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-        )
-        for name, shapes, shardings in (
-            (name, state_shapes(config)[name], state_shardings(config, runtime.mesh)[name])
-            for name in ("params", "router")
-        )
-    }
-    state, _ = restore(point, target, partial=True)
+    target = state_target(config, runtime.mesh)
+    state, _ = restore(point, {name: target[name] for name in ("params", "router")}, partial=True)
     evaluator = Evaluator(config, runtime.mesh, dataset.held_out)
     free, policy = evaluator.paired(state["params"], state["router"]["bias"])
     bigram = bigram_cross_entropy(dataset.train, dataset.held_out)

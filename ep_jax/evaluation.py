@@ -13,6 +13,7 @@ from ep_jax.config import RunConfig
 from ep_jax.data import Sequences
 from ep_jax.data.batches import held_out_batches
 from ep_jax.ep import EPConfig
+from ep_jax.ep.drops import STAGES
 from ep_jax.metrics import add_drops, drop_rates
 from ep_jax.step import dropless, make_eval_step
 
@@ -44,7 +45,8 @@ class Evaluator:
         """Loss under `ep`; the same for every mesh up to float32 rounding when nothing drops."""
         if ep not in self.steps:
             self.steps[ep] = make_eval_step(self.config, self.mesh, ep)
-        config, loss_sum, valid, counts = self.config, 0.0, 0, None
+        config, loss_sum, valid = self.config, 0.0, 0
+        counts = np.zeros((config.model.num_layers, len(STAGES), config.router.num_experts), np.int64)
         batches = held_out_batches(
             self.held_out,
             sequences_per_batch=config.train.sequences_per_step,

@@ -15,6 +15,7 @@ REFUSED = 2  # bad configuration, command line or data: one line on stderr, noth
 NON_FINITE = 3  # loss or a gradient became NaN or infinite; the last good state was kept, the message names the leaf
 CHECKPOINT_FAILED = 4  # a checkpoint could not be written; the run stopped instead of going on unsaved
 INTERRUPTED = 5  # SIGTERM: the last completed step was saved; the same command resumes there
+NO_RENDEZVOUS = 6  # the other processes of the run did not come in time (distributed.py)
 
 
 def run_main(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> NoReturn:

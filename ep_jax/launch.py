@@ -61,7 +61,7 @@ def start(config: RunConfig) -> Runtime:
         if given is None:
             notes.append(f"devices: {per_process} virtual CPU devices made for the mesh {mesh_config.shape_text()}")
     preset = "cpu" if platform == "cpu" else "gpu_ragged" if config.ep.transport == "ragged" else "gpu"
-    flags = xla_flags.prepare(preset, per_process)
+    flags = xla_flags.prepare(preset, per_process, profiling=bool(config.profile.steps))
     launch = distributed.initialize(launch)
 
     import jax
@@ -72,15 +72,11 @@ def start(config: RunConfig) -> Runtime:
 
 
 def unused_settings(config: RunConfig) -> list[str]:
-    """One line naming the protocol settings that the chosen transport does not use, if any differ from their default."""
-    used = {
-        "pooled_wave": {"sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "rescale"},
-        "ragged": {"receiver_factor", "agreed", "waves", "schedule", "rescale", "updates_per_cell"},
-        "dense": set(),
-    }[config.ep.transport]
+    """One line naming the settings that differ from their default but are not used by the chosen transport."""
+    ep = config.ep
     unused = [
         f"ep.{field.name}"
-        for field in dataclasses.fields(config.ep)
-        if field.name not in used | {"transport"} and getattr(config.ep, field.name) != field.default
+        for field in dataclasses.fields(ep)
+        if field.name not in (*ep.used, "transport") and getattr(ep, field.name) != field.default
     ]
-    return [f"not used by ep.transport = {config.ep.transport}: {', '.join(unused)}"] if unused else []
+    return [f"not used by ep.transport = {ep.transport}: {', '.join(unused)}"] if unused else []

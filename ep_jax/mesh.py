@@ -208,8 +208,8 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """The manual mesh axes over which x may differ between devices."""
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which an array, or a ShapeDtypeStruct of one, may differ between devices."""
     return jax.typeof(x).manual_axis_type.varying
 
 

@@ -4,6 +4,7 @@ Letters: N layers, P stages (valid, sender, receiver), E experts, D source shard
 metrics, one step behind the device. Not here: the formats of rows and lines (metrics.py) and their files (trackers.py).
 """
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,12 +14,14 @@ import jax
 import numpy as np
 
 from ep_jax import flops
+from ep_jax.evaluation import Evaluation
 from ep_jax.launch import Runtime
 from ep_jax.metrics import StepClock, add_drops, drop_rates, metrics_row, progress_line
 from ep_jax.step import StepMetrics
-from ep_jax.trackers import ARRAYS_FOLDER, ArrayFiles, open_tracker
+from ep_jax.trackers import ARRAYS_FOLDER, ArrayFiles, JsonLines, Tracker, open_tracker
 
 SUMMARY_FILE = "summary.json"
+EVALUATIONS_FILE = "evaluations.jsonl"
 DEVICES_FILE = "devices.json"
 
 
@@ -40,16 +43,23 @@ class Report:
         self.flops = flops.flops_per_token(config.model, config.router, config.data.sequence_length)
         self.peak = flops.device_peak_flops(device.device_kind, config.model.compute_dtype)
         self.clock = StepClock()
-        self.arrays = ArrayFiles(
-            config.folder / ARRAYS_FOLDER, resumed_step=first_step, process_index=jax.process_index()
-        )
-        self.tracker = open_tracker(
-            config.log,
-            config.folder,
-            resumed_step=first_step,
-            run_config=_plain_config(config),
-            process_index=jax.process_index(),
-        )
+        self.first_step = first_step
+        self.tracker: Tracker | None = None
+        self.arrays: ArrayFiles | None = None
+        self.evaluations: JsonLines | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.tracker is not None
+
+    def open(self) -> None:
+        """Opens the files in the run folder; rows after the first step are removed from what an earlier run left."""
+        where = dict(resumed_step=self.first_step, process_index=jax.process_index())
+        config = self.config
+        self.arrays = ArrayFiles(config.folder / ARRAYS_FOLDER, **where)
+        self.tracker = open_tracker(config.log, config.folder, run_config=dataclasses.asdict(config), **where)
+        if self.runtime.is_main:
+            self.evaluations = JsonLines(config.folder / EVALUATIONS_FILE, self.first_step)
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -62,6 +72,8 @@ class Report:
             return
         step, metrics = finished
         refuse_non_finite(step, metrics)
+        if not metrics.valid_targets:
+            self.runtime.say(f"WARNING: step {step}: no valid target in its batch; loss 0 and zero gradients")
         self.clock.tick(int(metrics.valid_targets))
         self.tokens += int(metrics.valid_targets)
         self.drops_NPE = add_drops(self.drops_NPE, metrics.drops.counts_NPE)
@@ -91,22 +103,29 @@ class Report:
             lost_weight_receiver=float(lost[2] / lost[0]) if lost[0] > 0 else 0.0,
             peak_memory_bytes=peak_memory_bytes(),
         )
+        assert self.tracker, "open() comes before the first finished step"
+        assert self.arrays
         self.tracker.log(step, {name: value for name, value in row.items() if name != "step"})
-        self.arrays.write(step, metrics.drops._asdict())
+        self.arrays.write(step, {"counts_NPE": metrics.drops.counts_NPE, "weights_NP": metrics.drops.weights_NP})
         self.runtime.say(progress_line(row, self.config.train.steps))
 
-    def log_evaluation(self, step: int, scalars: dict[str, Any]) -> None:
-        """A row of its own for held-out losses; the time they took is nobody's step."""
-        self.tracker.log(step, scalars)
-        self.clock.pause()
+    def log_evaluation(self, step: int, held_out: Evaluation) -> None:
+        """One line, and one JSON object in evaluations.jsonl: metrics.jsonl holds training steps only."""
+        self.runtime.say(f"step {step}: held-out cross entropy {held_out.cross_entropy:.4f} as trained")
+        if self.evaluations is not None:
+            self.evaluations.log(step, held_out.as_json())
 
-    def finish(self, summary: dict[str, Any]) -> Path:
-        """Writes summary.json and closes the trackers; returns the summary's path."""
-        self.tracker.finish({name: value for name, value in summary.items() if not isinstance(value, dict)})
-        path = self.config.folder / SUMMARY_FILE
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json and closes the trackers."""
+        summary = {**summary, "tokens_per_second": self.clock.tokens_per_second, "totals": self.totals}
         if self.runtime.is_main:
-            write_json(path, summary)
-        return path
+            write_json(self.config.folder / SUMMARY_FILE, summary)
+        self.close({name: value for name, value in summary.items() if not isinstance(value, dict)})
+
+    def close(self, values: dict[str, Any]) -> None:
+        """Closes the trackers, with a run's final values for those that show them."""
+        if self.tracker is not None:
+            self.tracker.finish(values)
 
 
 def refuse_non_finite(step: int, metrics: StepMetrics) -> None:
@@ -132,9 +151,3 @@ def write_json(path: Path, value: Any) -> None:
     scratch = path.with_suffix(".unfinished")
     scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(scratch, path)
-
-
-def _plain_config(config: Any) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(config)

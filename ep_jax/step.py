@@ -21,9 +21,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_jax import mesh as placement
+from ep_jax.checkpoint import Point, restore
 from ep_jax.config import RunConfig
 from ep_jax.data import Batch
-from ep_jax.ep import EPConfig, LocalDrops, routed_experts_local
+from ep_jax.ep import EPConfig, routed_experts_local
 from ep_jax.mesh import AXES, BATCH_AXES
 from ep_jax.model import balancing
 from ep_jax.model.transformer import Outputs, forward, init_params, initial_router_state, parameter_kinds
@@ -93,7 +94,24 @@ def init_state(config: RunConfig, mesh: Mesh) -> State:
     A dict: step int32 (completed steps), params (float32 master weights), opt_state (optax), router {"bias": float32
     [N,E]}, rng (uint32 key data of the run's seed).
     """
-    return jax.jit(functools.partial(_new_state, config), out_shardings=state_shardings(config, mesh))()
+    # It runs once: on CPU the compiler would spend longer on making it fast than it ever takes.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    make = functools.partial(_new_state, config)
+    return jax.jit(make, out_shardings=state_shardings(config, mesh), compiler_options=options)()
+
+
+def state_target(config: RunConfig, mesh: Mesh) -> State:
+    """ShapeDtypeStructs of the state with their shardings, to restore a checkpoint into."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state_shapes(config),
+        state_shardings(config, mesh),
+    )
+
+
+def restore_state(config: RunConfig, mesh: Mesh, point: Point) -> State:
+    """The state of a checkpoint, placed on the mesh whatever mesh it was saved on."""
+    return restore(point, state_target(config, mesh))[0]
 
 
 def _new_state(config: RunConfig) -> State:
@@ -122,7 +140,7 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], t
     shapes = state_shapes(config)
     specs = placement.param_specs(kinds, shapes["params"])
     whole = PartitionSpec()
-    outputs_spec = Outputs(whole, whole, whole, whole, _DROPS_SPEC)
+    outputs_spec = Outputs._make((whole, whole, whole, whole, _DROPS_SPEC))
     gradients_of = jax.shard_map(
         functools.partial(_local_gradients, config),
         mesh=mesh,
@@ -183,7 +201,7 @@ def make_eval_step(config: RunConfig, mesh: Mesh, ep: EPConfig) -> Callable[[Any
         local,
         mesh=mesh,
         in_specs=(specs, PartitionSpec(), Batch(*(BATCH_SPEC,) * len(Batch._fields))),
-        out_specs=EvalSums(PartitionSpec(), PartitionSpec(), _DROPS_SPEC),
+        out_specs=EvalSums._make((PartitionSpec(), PartitionSpec(), _DROPS_SPEC)),
     )
     return jax.jit(sums)
 
@@ -193,7 +211,7 @@ def dropless(ep: EPConfig) -> EPConfig:
     return dataclasses.replace(ep, transport="dense", waves=1)
 
 
-_DROPS_SPEC = LayerDrops(PartitionSpec(), PartitionSpec(), PartitionSpec(None, BATCH_AXES, None))
+_DROPS_SPEC = LayerDrops._make((PartitionSpec(), PartitionSpec(), PartitionSpec(None, BATCH_AXES, None)))
 
 
 def _local_gradients(config: RunConfig, params: Any, bias: jax.Array, batch: Batch) -> tuple:
@@ -223,7 +241,7 @@ def _run_microbatch(config: RunConfig, params: Any, rows: Batch, *, bias, valid_
 
     def routed_experts(*arrays, **sizes):
         out, drops = routed_experts_local(*arrays, **sizes, settings=config.ep)
-        return out, LocalDrops(None, drops.counts_PE, drops.weights_P)  # a step has no use for each assignment's fate
+        return out, (drops.counts_PE, drops.weights_P)  # a step has no use for each assignment's fate
 
     return forward(
         params,
@@ -259,7 +277,8 @@ def _zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _sum_over_devices(outputs: Outputs) -> Outputs:
     """Outputs with every sum taken over the whole mesh, and the drops as LayerDrops."""
-    local = outputs.drops
-    source_counts = local.counts_PE.sum(axis=-1)[:, None, :]  # [N, 1, P], one device's
-    outputs = lax.psum(outputs._replace(drops=(local.counts_PE, local.weights_P)), AXES)
-    return outputs._replace(drops=LayerDrops(*outputs.drops, source_counts))
+    counts_NPE, _ = outputs.drops
+    source_counts = counts_NPE.sum(axis=-1)[:, None, :]  # [N, 1, P], one device's
+    outputs = lax.psum(outputs, AXES)
+    counts_NPE, weights_NP = outputs.drops
+    return outputs._replace(drops=LayerDrops(counts_NPE, weights_NP, source_counts))

@@ -69,6 +69,9 @@ PRESETS = (
     ),
 )
 
+# Command buffers (CUDA graphs) hide which phase a kernel belongs to; a traced run does without them.
+PROFILING_FLAGS = ("--xla_gpu_enable_command_buffer=",)
+
 # Flags of old recipes that end the process at start with JAX 0.11.
 REMOVED = frozenset(
     {
@@ -94,17 +97,21 @@ OLDER_NAMES = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 
 
 def prepare(
-    preset: str, num_cpu_devices: int | None = None, *, environ: MutableMapping[str, str] = os.environ
+    preset: str,
+    num_cpu_devices: int | None = None,
+    *,
+    profiling: bool = False,
+    environ: MutableMapping[str, str] = os.environ,
 ) -> tuple[str, ...]:
     """Checks the user's XLA flags and adds ours that the user has not set; call it before JAX starts.
 
     `preset` is "cpu", "gpu" or "gpu_ragged"; `num_cpu_devices` is the number of CPU devices of this process (None: not
-    set here). Returns what was added, one "NAME=value" each, to be printed and stored in the run folder; empty
-    when a backend of JAX is running already, because XLA reads its flags only once.
+    set here); `profiling` makes GPU traces name their phases. Returns what was added, one "NAME=value" each, to be
+    printed and stored in the run folder; empty when a backend of JAX is running already: XLA reads its flags only once.
 
     Raises ConfigError for a removed or unknown flag, and for a device count that differs from the one asked for.
     """
-    flags = find_preset(preset).flags
+    flags = find_preset(preset).flags + (PROFILING_FLAGS if profiling and preset != "cpu" else ())
     environment = find_preset(preset).environment
     check_removed(environ)
     requested = requested_device_count(environ)
@@ -170,7 +177,7 @@ def precheck(environ: Mapping[str, str] = os.environ, timeout_s: float = 60.0) -
 
     Raises ConfigError naming the flags the installed jaxlib does not accept.
     """
-    known = {flag_name(flag) for preset in PRESETS for flag in preset.flags} | {DEVICE_COUNT_FLAG}
+    known = {flag_name(flag) for preset in PRESETS for flag in preset.flags + PROFILING_FLAGS} | {DEVICE_COUNT_FLAG}
     if {name for name, _ in parse_flags(environ)} <= known:
         return
     code = "from jaxlib import xla_client; xla_client.CompileOptions()"

@@ -29,7 +29,7 @@ ep.transport ep.sender_factor ep.receiver_factor ep.order ep.receive ep.agreed e
 ep.updates_per_cell
 optimizer.name optimizer.learning_rate optimizer.adam_learning_rate optimizer.schedule optimizer.warmup_steps
 optimizer.decay_fraction optimizer.final_fraction optimizer.b1 optimizer.b2 optimizer.epsilon optimizer.weight_decay
-optimizer.clip_norm optimizer.muon_momentum
+optimizer.clip_norm optimizer.muon_momentum optimizer.muon_dtype
 checkpoint.every checkpoint.keep checkpoint.asynchronous
 profile.steps
 log.every log.tensorboard log.wandb_project

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ep_jax import distributed
+from ep_jax import distributed, exits
 from ep_jax.fields import ConfigError
 
 EXCHANGE = """
@@ -88,7 +88,7 @@ def test_missing_process_ends_the_wait_in_one_line(process_id):
     began = time.monotonic()
     [(code, out, err)] = finish([start(process_id, port, EP_JAX_START_TIMEOUT_S="3")])
     assert time.monotonic() - began < 23
-    assert code == distributed.EXIT_NO_RENDEZVOUS
+    assert code == exits.NO_RENDEZVOUS
     assert out == ""
     [line] = [line for line in err.splitlines() if "did not meet" in line]
     assert f"process {process_id} of 2 processes" in line

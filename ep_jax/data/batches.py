@@ -5,7 +5,7 @@ in order; position m * B/M + b of them is row b of microbatch m, whatever the me
 position of a run is its next step and nothing else. Rows come from `sequences.py`; the step is not known here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -97,7 +97,7 @@ class BatchStream:
         positions = step * self.sequences_per_step + np.arange(self.sequences_per_step)
         return rows_at(positions, self.sequences.num_rows, self.seed)
 
-    def from_step(self, start_step: int = 0) -> Iterator[tuple[int, Batch]]:
+    def from_step(self, start_step: int = 0) -> Generator[tuple[int, Batch]]:
         """Yields (step, batch) for start_step, start_step + 1, ... without end; close it to stop the readers."""
         return read_ahead(self.layout, self.rows, start_step, MAX_STEPS, self.prefetch)
 
@@ -129,7 +129,7 @@ def held_out_batches(
 
 def read_ahead(
     layout: Layout, rows: Callable[[int], np.ndarray], start: int, stop: int, prefetch: int
-) -> Iterator[tuple[int, Batch]]:
+) -> Generator[tuple[int, Batch]]:
     """Yields (index, global batch) for start to stop - 1, with up to `prefetch` local parts read by grain's threads.
 
     An error of a reader is raised here, at its batch. Closing or dropping the iterator ends the threads.

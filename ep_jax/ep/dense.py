@@ -47,7 +47,9 @@ class Dense:
         place_A = jnp.where(ids_A < 0, -1, start_E[ids_A] + rank_in_group(ids_A, self.shape.num_experts))
         return DensePlan(place_A.reshape(ids_TK.shape), invert(place_A, ids_A.size), ids_TK >= 0, sizes_E)
 
-    def dispatch(self, rows_TH: jax.Array, plan: DensePlan, wave: int, after: jax.Array | int) -> tuple:
+    def dispatch(
+        self, rows_TH: jax.Array, plan: DensePlan, wave: int, after: jax.Array | int
+    ) -> tuple[RaggedRows, DensePlan]:
         """(RaggedRows of all experts, the plan)."""
         del wave, after
         token_A = jnp.where(plan.assignment_Q < 0, -1, plan.assignment_Q // self.shape.experts_per_token)

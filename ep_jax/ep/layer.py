@@ -8,6 +8,7 @@ Neither knows where routes come from, and a transport knows neither experts nor 
 """
 
 import math
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.dense import Dense
 from ep_jax.ep.drops import DropReport, LocalDrops, fates, local_drops
-from ep_jax.ep.experts import swiglu_experts
+from ep_jax.ep.experts import ExpertRows, swiglu_experts
 from ep_jax.ep.pooled_wave import PooledWave
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.routes import Routes
@@ -29,7 +30,36 @@ from ep_jax.mesh import BATCH_AXES
 TRANSPORTS = {"pooled_wave": PooledWave, "ragged": Ragged, "dense": Dense}
 
 
-def make_transport(settings: EPConfig, shape: LayerShape):
+class Transport(Protocol):
+    """How rows reach their experts and come back; one file each, swappable between runs.
+
+    Its plan says at least where each assignment lies among the rows that come back (`place_TK`, -1 when it was not
+    sent), the inverse (`assignment_Q`) and which assignments the sender did not drop (`sent_TK`).
+    """
+
+    @property
+    def waves(self) -> int:
+        """Rounds of dispatch, experts and give_back."""
+        ...
+
+    def plan(self, routes: Routes, /) -> Any:
+        """Integers for all waves, made once."""
+        ...
+
+    def dispatch(self, rows_TH: jax.Array, plan: Any, wave: int, after: jax.Array | int, /) -> tuple[ExpertRows, Any]:
+        """One wave's rows where its experts are, and what `give_back` needs to know; waits for `after`, a zero."""
+        ...
+
+    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array, /) -> tuple[jax.Array, ...]:
+        """The weights of the experts that the wave visits."""
+        ...
+
+    def give_back(self, results: jax.Array, arrival: Any, /) -> tuple[jax.Array, jax.Array]:
+        """The results back at their sources, and which of these rows were accepted."""
+        ...
+
+
+def make_transport(settings: EPConfig, shape: LayerShape) -> Transport:
     """The transport that `settings` names, sized for one layer shape.
 
     Raises ConfigError when a capacity factor cannot be computed exactly in int32.
@@ -150,7 +180,7 @@ def routed_experts(
     whole = PartitionSpec()
     arrays = (rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH)
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, in_specs, strict=True)]
-    out_specs = (split, DropReport(split, whole, split, whole))
+    out_specs = (split, DropReport._make((split, whole, split, whole)))
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*placed)
 
 

@@ -43,5 +43,6 @@ def unpack(payload_SXH: jax.Array, slots: int, largest: int) -> tuple[jax.Array,
     rows, lanes = header_rows(slots, largest, width), lanes_per_slot(largest)
     header = jax.lax.stop_gradient(payload_SXH[:, :rows]).astype(jnp.float32).astype(jnp.int32)
     digits = header.reshape(peers, rows * width)[:, : slots * lanes].reshape(peers, slots, lanes)
-    numbers_SP = sum(digits[..., j] * BASE**j for j in range(lanes))
+    powers_J = jnp.array([BASE**j for j in range(lanes)], jnp.int32)
+    numbers_SP = jnp.sum(digits * powers_J[None, None], axis=-1, dtype=jnp.int32)
     return numbers_SP, payload_SXH[:, rows:]

@@ -46,7 +46,9 @@ class Arrival(NamedTuple):
     slot_C: jax.Array  # its inverse: received slot of each of the C = e*R rows, -1 when empty
 
 
-def plan_sender(routes: Routes, shape: LayerShape, pool: Capacity, order: str, waves: int) -> tuple:
+def plan_sender(
+    routes: Routes, shape: LayerShape, pool: Capacity, order: str, waves: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(place_TK, assignment_Q, local_id_Q) of one source shard; no collectives."""
     slots = pool.static_rows(shape.tokens)
     ids_TK = routes.valid_ids_TK
@@ -106,10 +108,13 @@ class PooledWave:
 
     def plan(self, routes: Routes) -> SenderPlan:
         """The source's integers for all waves."""
-        parts = plan_sender(routes, self.shape, self.pool, self.settings.order, self.waves)
-        return checkpoint_name(SenderPlan(*parts, self.receiver.logical_rows(routes.group_valid)), "route_plan")
+        place, assignment, local_id = plan_sender(routes, self.shape, self.pool, self.settings.order, self.waves)
+        limit = self.receiver.logical_rows(routes.group_valid)
+        return checkpoint_name(SenderPlan(place, assignment, local_id, limit), "route_plan")
 
-    def dispatch(self, rows_TH: jax.Array, plan: SenderPlan, wave: int, after: jax.Array | int) -> tuple:
+    def dispatch(
+        self, rows_TH: jax.Array, plan: SenderPlan, wave: int, after: jax.Array | int
+    ) -> tuple[CapacityRows, Arrival]:
         """Sends wave `wave` and sorts what arrives by expert: (CapacityRows, Arrival).
 
         `after` is an int32 zero that makes this wave wait for what it was computed from.

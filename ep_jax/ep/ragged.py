@@ -26,7 +26,7 @@ from ep_jax.ep.ranking import count_groups, invert, rank_in_group
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows, take_rows
 from ep_jax.ep.settings import EPConfig
-from ep_jax.mesh import varying
+from ep_jax.mesh import varying_axes
 
 
 class Updates(NamedTuple):
@@ -153,7 +153,9 @@ class Ragged:
         )
         return checkpoint_name(plan, "route_plan")
 
-    def dispatch(self, rows_TH: jax.Array, plan: RaggedPlan, wave: int, after: jax.Array | int) -> tuple:
+    def dispatch(
+        self, rows_TH: jax.Array, plan: RaggedPlan, wave: int, after: jax.Array | int
+    ) -> tuple[RaggedRows, WavePlan]:
         """Sends wave `wave`'s rows: (RaggedRows of its experts, the WavePlan to return them by)."""
         size = self.sender_rows()
         assignment_B = plan.assignment_Q[wave * size : (wave + 1) * size]
@@ -202,7 +204,9 @@ exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 def _ragged_all_to_all(out_rows, rows, input_offsets, send_sizes, output_offsets, recv_sizes):
-    out = varying(jnp.zeros((out_rows, rows.shape[1]), rows.dtype))
+    axes = tuple(varying_axes(rows) | varying_axes(send_sizes))
+    out = jnp.zeros((out_rows, rows.shape[1]), rows.dtype)
+    out = lax.pcast(out, axes, to="varying") if axes else out
     return lax.ragged_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name="ep")
 
 

@@ -54,7 +54,7 @@ def from_rank_order(values_A: jax.Array, order: str, sequence_length: int, choic
 
 
 def invert(place_A: jax.Array, num_places: int) -> jax.Array:
-    """int32 [num_places]: the index of the element placed there, -1 where none is. place_A holds unique places or -1."""
+    """int32 [num_places]: the element placed there, -1 where none is. place_A holds unique places or -1."""
     target_A = jnp.where(place_A < 0, num_places, place_A)
     empty = jnp.full(num_places + 1, -1, jnp.int32)
     return empty.at[target_A].set(jnp.arange(place_A.size, dtype=jnp.int32))[:-1]

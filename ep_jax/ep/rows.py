@@ -4,6 +4,8 @@ Letters: N input rows, M output rows, J places of one row, T tokens, K choices, 
 An index of -1 means "no row": it reads as zeros and receives nothing, whatever the buffers contain.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -31,10 +33,10 @@ def _move_rows_forward(rows_NH, source_M, places_NJ):
 
 def _move_rows_backward(places_NJ, gradient_MH):
     wide = _sum_type(gradient_MH.dtype)
-    terms = [take_rows(gradient_MH, places_NJ[:, j]) for j in range(places_NJ.shape[1])]
-    if len(terms) == 1:
-        return terms[0], None, None
-    return sum(term.astype(wide) for term in terms).astype(gradient_MH.dtype), None, None
+    if places_NJ.shape[1] == 1:
+        return take_rows(gradient_MH, places_NJ[:, 0]), None, None
+    terms = [take_rows(gradient_MH, places_NJ[:, j]).astype(wide) for j in range(places_NJ.shape[1])]
+    return functools.reduce(jnp.add, terms).astype(gradient_MH.dtype), None, None
 
 
 move_rows.defvjp(_move_rows_forward, _move_rows_backward)
@@ -51,10 +53,11 @@ def combine_rows(
     """
     del assignment_Q
     wide = _sum_type(returned_QH.dtype)
-    total_TH = 0.0
-    for k in range(place_TK.shape[1]):
-        total_TH += weights_TK[:, k, None].astype(wide) * take_rows(returned_QH, place_TK[:, k]).astype(wide)
-    return total_TH.astype(returned_QH.dtype)
+    weights_TK = jnp.where(place_TK < 0, 0, weights_TK).astype(wide)  # an invalid token's weight may be anything
+    terms = [
+        weights_TK[:, k, None] * take_rows(returned_QH, place_TK[:, k]).astype(wide) for k in range(place_TK.shape[1])
+    ]
+    return functools.reduce(jnp.add, terms).astype(returned_QH.dtype)
 
 
 def _combine_rows_forward(returned_QH, weights_TK, place_TK, assignment_Q):
@@ -76,7 +79,7 @@ def _combine_rows_backward(residuals, gradient_TH):
         jnp.sum(gradient_TH.astype(wide) * take_rows(returned_QH, place_TK[:, k]).astype(wide), axis=1)
         for k in range(choices)
     ]
-    d_weights_TK = jnp.stack(d_weights, axis=1).astype(weights_TK.dtype)
+    d_weights_TK = jnp.where(place_TK < 0, 0, jnp.stack(d_weights, axis=1)).astype(weights_TK.dtype)
     return d_returned_QH.astype(returned_QH.dtype), d_weights_TK, None, None
 
 

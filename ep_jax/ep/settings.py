@@ -11,6 +11,12 @@ from ep_jax.fields import ConfigError, check, setting
 TRANSPORTS = ("pooled_wave", "ragged", "dense")
 ORDERS = ("sequence", "position")
 SCHEDULES = ("sequential", "overlapped")
+# Settings that a transport does not use are accepted, and named once at the start of a run.
+USED = {
+    "pooled_wave": ("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "rescale"),
+    "ragged": ("receiver_factor", "agreed", "waves", "schedule", "rescale", "updates_per_cell"),
+    "dense": (),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,16 @@ class EPConfig:
     updates_per_cell: int = setting(
         1, at_least=1, doc="ragged transfers per (peer, local expert); more can be faster on GPUs"
     )
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The settings that the chosen transport looks at."""
+        return USED[self.transport]
+
+    def describe(self) -> str:
+        """The transport and what it uses, on one line."""
+        parts = [f"{name} {getattr(self, name)}" for name in self.used]
+        return ", ".join([self.transport, *parts])
 
     def __post_init__(self):
         check(self)

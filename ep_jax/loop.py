@@ -1,0 +1,124 @@
+"""The training loop: steps, reports, checkpoints, evaluations, and the ways to end.
+
+Steps are counted when completed. The host stays one step behind the device: it reports step n while step n+1 runs, and
+waits only before a checkpoint, an evaluation or the end. Nothing is written to the run folder before the first step is
+done, and nothing is saved that did not pass the finite check. What a step computes is in step.py.
+"""
+
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+import jax
+
+from ep_jax import exits
+from ep_jax.checkpoint import CHECKPOINTS, Checkpointer
+from ep_jax.config import to_toml, write_config
+from ep_jax.data.batches import BatchStream
+from ep_jax.evaluation import Evaluation, Evaluator
+from ep_jax.launch import Runtime
+from ep_jax.metrics import DelayedMetrics, short_time
+from ep_jax.profiling import Profiler, device_description
+from ep_jax.report import DEVICES_FILE, NonFiniteError, Report, write_json
+from ep_jax.signals import TerminationRequest
+from ep_jax.step import State, make_train_step
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a run begins: a new state, or that of a checkpoint."""
+
+    state: State
+    step: int  # completed steps
+    totals: dict[str, Any]  # Report.totals at that step
+    position: dict[str, Any]  # what the data order depends on, stored with every checkpoint
+    owes_evaluation: bool = False  # the run was stopped at a step where an evaluation was due
+
+
+class Loop:
+    """Runs steps until the last one, a SIGTERM or a non-finite step; `state` is always the newest."""
+
+    def __init__(
+        self, runtime: Runtime, start: Start, stream: BatchStream, evaluator: Evaluator, termination: TerminationRequest
+    ):
+        self.runtime, self.config = runtime, runtime.config
+        self.state, self.start = start.state, start
+        self.stream, self.evaluator, self.termination = stream, evaluator, termination
+        self.report = Report(runtime, first_step=start.step, totals=start.totals)
+        self.delayed = DelayedMetrics()
+        self.owed: Evaluation | None = None
+        self.train_step = make_train_step(runtime.config, runtime.mesh)
+
+    def run(self) -> int:
+        """Returns the exit code; DONE means that the last step is done and saved. Raises CheckpointError."""
+        config, first_step = self.config, self.start.step
+        self.owed = self._held_out() if self.start.owes_evaluation else None
+        with contextlib.ExitStack() as stack:
+            batches = self.stream.from_step(first_step)
+            stack.callback(batches.close)
+            saver = Checkpointer(config.folder / CHECKPOINTS, config.checkpoint)
+            stack.callback(saver.close)
+            profiler = stack.enter_context(Profiler(config.profile, config.folder, first_step, config.train.steps - 1))
+            try:
+                for index, batch in batches:
+                    with profiler.at_step(index):
+                        self._launch(index + 1, batch)
+                    stop = self._end_of_step(index + 1, saver)
+                    if stop and index + 1 < config.train.steps:
+                        saver.wait()
+                        self.runtime.say(f"stopped by SIGTERM: step {index + 1} is saved; the same command resumes it")
+                        return exits.INTERRUPTED
+                    if index + 1 == config.train.steps:
+                        break
+            except NonFiniteError as error:
+                self.runtime.say(f"stopped: {error}; the state before it was kept, and nothing was saved since")
+                return exits.NON_FINITE
+        return exits.DONE
+
+    def _launch(self, step: int, batch: Any) -> None:
+        """Launches a step and reports the one before; the first step is waited for, and opens the run folder."""
+        began = time.perf_counter()
+        self.state, metrics = self.train_step(self.state, batch)
+        finished = self.delayed.push(step, metrics)
+        if not self.report.is_open:
+            finished = self.delayed.flush()
+            self.runtime.say(f"first step done after {short_time(time.perf_counter() - began)}, mostly compiling")
+            self._open_folder()
+        self.report.step_done(finished)
+
+    def _open_folder(self) -> None:
+        self.termination.arm()  # first: a signal from here on leaves a checkpoint beside what is written now
+        if self.runtime.is_main:
+            write_config(self.config)
+            description = {**device_description(), "added_flags": self.runtime.flags}
+            write_json(self.config.folder / DEVICES_FILE, description)
+        self.report.open()
+        if self.owed is not None:
+            self.report.log_evaluation(self.start.step, self.owed)
+
+    def _end_of_step(self, step: int, saver: Checkpointer) -> bool:
+        """Saves and evaluates when due; True when some process was asked to stop, and then the step is saved."""
+        train, every = self.config.train, self.config.checkpoint.every
+        saver.check()
+        stop, last = self.termination.requested_anywhere(), step == train.steps
+        save = stop or last or (every > 0 and step % every == 0)
+        evaluate = train.eval_every > 0 and step % train.eval_every == 0 and not last
+        if save or evaluate:
+            self.report.step_done(self.delayed.flush())  # the state is good up to here, and rows up to here exist
+        if evaluate and not stop:
+            self.report.log_evaluation(step, self._held_out())
+        if save:
+            saver.save(step, self.state, self._metadata(step) | {"owes_evaluation": evaluate and stop})
+        if save or evaluate:
+            self.report.clock.pause()
+        return stop
+
+    def _held_out(self) -> Evaluation:
+        return self.evaluator(self.state["params"], self.state["router"]["bias"], self.config.ep)
+
+    def _metadata(self, step: int) -> dict[str, Any]:
+        from ep_jax import __version__
+
+        origin = {"config": to_toml(self.config), "ep_jax": __version__, "jax": jax.__version__}
+        return {"step": step, "totals": self.report.totals, **self.start.position, **origin}
