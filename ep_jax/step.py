@@ -43,7 +43,7 @@ class LayerDrops(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a training step reports; device arrays, replicated but for the source counts."""
+    """What a training step reports; device arrays, the same on every device."""
 
     loss: jax.Array  # float32, the training objective
     cross_entropy: jax.Array  # float32, nats per valid target
@@ -178,7 +178,9 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], t
 
     shardings = state_shardings(config, mesh)
     batch_shardings = Batch(*(NamedSharding(mesh, BATCH_SPEC),) * len(Batch._fields))
-    return jax.jit(step, donate_argnums=0, in_shardings=(shardings, batch_shardings), out_shardings=(shardings, None))
+    # Metrics are whole everywhere, the source counts too: every process fetches all of them.
+    out_shardings = (shardings, NamedSharding(mesh, whole))
+    return jax.jit(step, donate_argnums=0, in_shardings=(shardings, batch_shardings), out_shardings=out_shardings)
 
 
 def make_eval_step(config: RunConfig, mesh: Mesh, ep: EPConfig) -> Callable[[Any, jax.Array, Batch], EvalSums]:

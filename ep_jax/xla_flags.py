@@ -64,6 +64,9 @@ PRESETS = (
             # Wrong gradients were reported for ragged_all_to_all with the scheduler on and collectives overlapping.
             "--xla_gpu_enable_latency_hiding_scheduler=false",
             "--xla_gpu_experimental_parallel_collective_overlap_limit=1",
+            # On 2 H200 (JAX 0.11.2) a step with ragged_all_to_all in a command buffer ends in "NCCL operation failed:
+            # operation not supported"; without command buffers it runs.
+            "--xla_gpu_enable_command_buffer=",
         ),
         environment=(("XLA_CLIENT_MEM_FRACTION", "0.9"),),
     ),

@@ -173,13 +173,11 @@ def plan_buffers(transport):
 
 
 def test_the_limit_of_overflow_is_exact():
-    # One shard, one expert, one choice: the rate is the factor itself over the waves. 2^15 * 2^16 = 2^31 is too much.
+    # One shard, one expert, one choice: the rate is 0.5 / waves = 1 / (2 * waves).
     shape = LayerShape(num_shards=1, num_experts=1, experts_per_token=1, tokens=10**6)
-    with pytest.raises(ConfigError, match="overflows"):
-        sender_pool(0.32768, shape, waves=3 * 2**16 + 1)
-    with pytest.raises(ConfigError, match="99999/100000 overflows"):
-        sender_pool(0.99999, shape, waves=1)
-    assert sender_pool(0.9999, shape, waves=1).static_rows(10**6) == 999_900
+    with pytest.raises(ConfigError, match=f"fraction 1/{2**31} overflows"):
+        sender_pool(0.5, shape, waves=2**30)
+    assert logical(sender_pool(0.5, shape, waves=2**30 - 1), [10**6]) == [1]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])

@@ -1,0 +1,219 @@
+"""What the compiler is given: collectives counted, waves ordered by data, no scatter-add of rows, phases named.
+
+Counts are of one device's program. Nothing is run; most tests stop at StableHLO.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from ep_jax.ep import EPConfig, routed_experts, routed_experts_local
+from ep_jax.mesh import AXES
+from tests.ep import ep_cases
+from tests.ep.ep_cases import Sizes, mesh_of, problem
+
+SIZES = Sizes()
+GIVEN = problem(ep_cases.uniform, SIZES)
+KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names("dispatched_rows", "returned_rows", "route_plan")
+REMATS = {
+    "none": lambda layer: layer,
+    "exchanges": functools.partial(jax.checkpoint, policy=KEEP_EXCHANGES),
+    "full": jax.checkpoint,
+}
+
+
+def layer_of(**settings):
+    return ep_cases.layer(EPConfig(**settings), mesh_of(1, 2, 4), SIZES.sequence_length)
+
+
+def gradient_of(layer, remat: str = "none"):
+    return jax.value_and_grad(REMATS[remat](layer), argnums=tuple(range(5)), has_aux=True)
+
+
+def stablehlo(function, platform: str = "cpu") -> str:
+    return jax.jit(function).trace(*GIVEN).lower(lowering_platforms=(platform,)).as_text()
+
+
+def compiled(function) -> str:
+    """HLO text of the CPU program; without LLVM's optimisations, which come after it."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(function, compiler_options=options).lower(*GIVEN).compile().as_text()
+
+
+@functools.cache
+def compiled_waves(schedule: str) -> str:
+    return compiled(layer_of(waves=3, schedule=schedule))
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+@pytest.mark.parametrize("waves", [1, 3])
+def test_two_all_to_alls_a_wave(waves, schedule):
+    layer = layer_of(waves=waves, schedule=schedule)
+    counts = [stablehlo(layer).count("stablehlo.all_to_all")]
+    counts += [stablehlo(gradient_of(layer, remat)).count("stablehlo.all_to_all") for remat in REMATS]
+    assert counts == [2 * waves, 4 * waves, 4 * waves, 6 * waves]
+
+
+def test_the_compiler_keeps_that_number():
+    layer = layer_of(waves=1)
+    for remat, wanted in (("exchanges", 4), ("full", 6)):
+        assert len(all_to_alls(entry(compiled(gradient_of(layer, remat))))) == wanted
+
+
+@pytest.mark.parametrize(("remat", "wanted"), [("none", 8), ("exchanges", 8), ("full", 12)])
+def test_ragged_is_the_real_operation_on_cuda_only(remat, wanted):
+    step = gradient_of(layer_of(transport="ragged", waves=2), remat)
+    assert stablehlo(step, "cuda").count("@ragged_all_to_all") == wanted
+    assert "ragged_all_to_all" not in stablehlo(step, "cpu")
+
+
+def test_ragged_gathers_nothing_but_counts_on_cuda():
+    text = stablehlo(layer_of(transport="ragged", waves=2), "cuda")
+    gathers = re.findall(r'"stablehlo\.all_gather".*: \((tensor<[^>]*>)\)', text)
+    assert gathers == [f"tensor<1x{SIZES.experts}xi32>"]
+    assert "stablehlo.all_to_all" not in text
+
+
+def test_dense_gathers_narrow_and_reduces_wide():
+    given = problem(ep_cases.uniform, SIZES, dtype=jnp.bfloat16)
+    text = jax.jit(gradient_of(layer_of(transport="dense"))).lower(*given).as_text()
+    gathered = re.findall(r'"stablehlo\.all_gather".*: \(tensor<[^>]*x(\w+)>\)', text)
+    reduced = re.findall(r'"stablehlo\.reduce_scatter"\(.*?\}\) : \(tensor<[^>]*x(\w+)>\)', text, flags=re.DOTALL)
+    assert set(gathered) == {"bf16"}
+    assert reduced == ["f32", "f32"]
+
+
+# --- in which order ---------------------------------------------------------------------------------------------------
+
+
+def entry(hlo_text: str) -> dict[str, str]:
+    """Name -> instruction text of the entry computation of a compiled program."""
+    body = hlo_text[hlo_text.index("\nENTRY ") :].split("\n}")[0]
+    return dict(re.findall(r"^  (?:ROOT )?(%[\w.-]+) = (.*)$", body, flags=re.MULTILINE))
+
+
+def all_to_alls(instructions: dict[str, str]) -> list[str]:
+    return [name for name, text in instructions.items() if re.search(r" all-to-all\(", text)]
+
+
+def longest_chain(instructions: dict[str, str]) -> int:
+    """The largest number of all-to-alls each of which needs the result of the one before."""
+    exchanges = set(all_to_alls(instructions))
+
+    @functools.cache
+    def depth(name: str) -> int:
+        operands = re.search(r" [\w-]+\((%[^)]*)\)", instructions[name])
+        names = re.findall(r"%[\w.-]+", operands.group(1)) if operands else []
+        return max(map(depth, names), default=0) + (name in exchanges)
+
+    return max(map(depth, instructions))
+
+
+def test_sequential_waves_wait_for_each_other_and_overlapped_do_not():
+    chains = {}
+    for schedule in ("sequential", "overlapped"):
+        instructions = entry(compiled_waves(schedule))
+        assert len(all_to_alls(instructions)) == 6
+        chains[schedule] = longest_chain(instructions)
+    assert chains == {"sequential": 6, "overlapped": 2}
+
+
+def test_phases_are_named_in_the_compiled_program():
+    text = compiled_waves("sequential")
+    names = re.findall(r'op_name="([^"]*)"', text)
+    for phase in ("route", "dispatch", "experts", "combine"):
+        assert any(f"/{phase}/" in name for name in names), phase
+    instructions = entry(text)
+    phases = [re.search(r"/(\w+)/all_to_all", instructions[name]).group(1) for name in all_to_alls(instructions)]
+    assert phases == ["dispatch", "combine"] * 3
+
+
+# --- no scatter-add ---------------------------------------------------------------------------------------------------
+
+
+def row_scatter_adds(jaxpr) -> list:
+    """Every scatter-add of float updates of rank 2 or more, in a jaxpr and all that it contains."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scatter-add":
+            updates = equation.invars[2].aval
+            if updates.ndim >= 2 and jnp.issubdtype(updates.dtype, jnp.floating):
+                found.append(equation)
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                found += row_scatter_adds(inner)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["pooled_wave", "ragged", "dense"])
+def test_no_row_is_scatter_added(transport):
+    def loss(rows, weights, w_gate_up, w_down):
+        out, _ = routed_experts(
+            rows,
+            GIVEN.ids,
+            weights,
+            GIVEN.valid,
+            w_gate_up,
+            w_down,
+            sequence_length=SIZES.sequence_length,
+            mesh=mesh_of(1, 2, 4),
+            settings=EPConfig(transport=transport),
+        )
+        return jnp.sum(out)
+
+    arguments = (GIVEN.rows, GIVEN.extra_weights, GIVEN.w_gate_up, GIVEN.w_down)
+    gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
+    assert row_scatter_adds(jax.make_jaxpr(gradient)(*arguments).jaxpr) == []
+
+
+def test_a_plain_gather_would_be_found():
+    loss = jax.jit(lambda rows: jnp.sum(rows[jnp.array([0, 0, 1])]))
+    assert len(row_scatter_adds(jax.make_jaxpr(jax.grad(loss))(GIVEN.rows).jaxpr)) == 1
+
+
+# --- production sizes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("transport", "axes"), [("pooled_wave", AXES), ("ragged", AXES), ("dense", ("ep",))])
+def test_production_sizes_trace(transport, axes):
+    """64 shards, buffers of more than 2^31 elements: shapes and gradients trace, and counters stay int32.
+
+    Rows may be equal over the mesh axes other than ep; only `dense`, which gathers weights, makes them differ.
+    """
+    shards, tokens, choices, experts, width, hidden = 64, 32768, 8, 512, 7168, 2048
+    mesh = AbstractMesh((1,) * (len(axes) - 1) + (shards,), axes, axis_types=(AxisType.Auto,) * len(axes))
+    everything = PartitionSpec("ep")
+
+    def local(rows, ids, weights, valid, w_gate_up, w_down):
+        out, drops = routed_experts_local(
+            rows, ids, weights, valid, w_gate_up, w_down, sequence_length=4096, settings=EPConfig(transport=transport)
+        )
+        return out, drops.counts_PE[None]
+
+    layer = jax.shard_map(local, mesh=mesh, in_specs=everything, out_specs=everything)
+
+    def loss(*arguments):
+        out, counts = layer(*arguments)
+        return jnp.sum(out.astype(jnp.float32)), counts
+
+    shapes = [
+        jax.ShapeDtypeStruct((shards * tokens, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((shards * tokens, choices), jnp.int32),
+        jax.ShapeDtypeStruct((shards * tokens, choices), jnp.float32),
+        jax.ShapeDtypeStruct((shards * tokens,), jnp.bool),
+        jax.ShapeDtypeStruct((experts, width, 2 * hidden), jnp.bfloat16),
+        jax.ShapeDtypeStruct((experts, hidden, width), jnp.bfloat16),
+    ]
+    gradients, counts = jax.eval_shape(jax.grad(loss, argnums=(0, 2, 4, 5), has_aux=True), *shapes)
+    assert [g.shape for g in gradients] == [shapes[i].shape for i in (0, 2, 4, 5)]
+    assert (counts.shape, counts.dtype) == ((shards, 3, experts), jnp.int32)
+    assert np.prod(shapes[0].shape) > 2**31
