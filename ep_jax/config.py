@@ -212,6 +212,11 @@ def check_run(config: RunConfig) -> None:
         f"train.accumulation = {train.accumulation} times {devices} devices, replica x fsdp x ep",
     )
     _require_multiple("train.eval_sequences", train.eval_sequences, devices, "devices, replica x fsdp x ep")
+    if "premix" in config.ep.used and config.ep.premix > 1:
+        tokens = train.sequences_per_step // (train.accumulation * devices) * config.data.sequence_length
+        for name, value in {"mesh.ep": mesh.ep, "the tokens of a device": tokens}.items():
+            if value % config.ep.premix:
+                raise ConfigError(f"ep.premix = {config.ep.premix}: must divide {name} = {value}")
     if model.window >= config.data.sequence_length:
         raise ConfigError(
             f"model.window = {model.window}: must be below data.sequence_length = {config.data.sequence_length}; "

@@ -40,4 +40,25 @@ def round_robin(counts_SG: jax.Array, pool: jax.Array) -> jax.Array:
     return fill(counts_SG.swapaxes(-1, -2), left_G).swapaxes(-1, -2)
 
 
-AGREED = {"round_robin": round_robin}
+def tail(counts_SG: jax.Array, pool: jax.Array) -> jax.Array:
+    """Kept rows of one destination: local experts outer, sources inner, until the pool is full (OLMo-core's order).
+
+    Shapes as in `round_robin`.
+    """
+    demand_GS = counts_SG.swapaxes(-1, -2)
+    flat = demand_GS.reshape(*demand_GS.shape[:-2], -1)
+    before = jnp.cumsum(flat, axis=-1) - flat
+    kept = jnp.clip(pool[..., None] - before, 0, flat)
+    return kept.reshape(demand_GS.shape).swapaxes(-1, -2)
+
+
+def water_fill(counts_SG: jax.Array, pool: jax.Array) -> jax.Array:
+    """Kept rows of one destination: filled over its experts, then over the sources of each.
+
+    Shapes as in `round_robin`.
+    """
+    quota_G = fill(jnp.sum(counts_SG, axis=-2), pool)
+    return fill(counts_SG.swapaxes(-1, -2), quota_G).swapaxes(-1, -2)
+
+
+AGREED = {"tail": tail, "round_robin": round_robin, "water_fill": water_fill}

@@ -70,6 +70,13 @@ def sender_pool(factor: float, shape: LayerShape, waves: int) -> Capacity:
     return _capacity("ep.sender_factor", factor, rate, most)
 
 
+def cell(factor: float, shape: LayerShape, waves: int) -> Capacity:
+    """C, per source, expert and wave, as a function of v: ceil(cs*K*v / (E*W)), at most ceil(T / W)."""
+    worst = Fraction(shape.num_experts, shape.experts_per_token)
+    rate = _fraction("ep.sender_factor", factor, worst) * shape.experts_per_token / (shape.num_experts * waves)
+    return _capacity("ep.sender_factor", factor, rate, -(-shape.tokens // waves))
+
+
 def expert_rows(factor: float, shape: LayerShape, waves: int, pool_rows: int) -> Capacity:
     """R, per local expert and wave, as a function of V: ceil(cr*K*V / (E*W)), at most S*min(P,T)."""
     worst = Fraction(shape.num_experts * waves, shape.experts_per_token)

@@ -4,6 +4,7 @@ Letters: E experts, T tokens per shard, K choices, A = T*K assignments, H routed
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, invert, rank_in_group
+from ep_jax.ep.returned import Returned, accepted_places, combine_places
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows
 from ep_jax.ep.settings import EPConfig
@@ -55,6 +57,16 @@ class Dense:
         token_A = jnp.where(plan.assignment_Q < 0, -1, plan.assignment_Q // self.shape.experts_per_token)
         return RaggedRows(move_rows(rows_TH, token_A, plan.place_TK), plan.sizes_E), plan
 
-    def give_back(self, results_AH: jax.Array, plan: DensePlan) -> tuple[jax.Array, jax.Array]:
-        """The rows never left: (results, all accepted)."""
-        return results_AH, jnp.ones(results_AH.shape[0], jnp.bool)
+    def give_back(self, results_AH: jax.Array, plan: DensePlan) -> Returned:
+        """The rows never left."""
+        return Returned(results_AH, None)
+
+    def accepted(self, returned: Sequence[Returned], plan: DensePlan) -> jax.Array:
+        """bool [T,K]: the assignments whose results came back."""
+        return accepted_places(returned, plan.place_TK)
+
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: DensePlan
+    ) -> jax.Array:
+        """The weighted sum over each token's accepted rows."""
+        return combine_places(returned, weights_TK, accepted_TK, plan)

@@ -8,6 +8,7 @@ Neither knows where routes come from, and a transport knows neither experts nor 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,15 +20,26 @@ from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.dense import Dense
 from ep_jax.ep.drops import DropReport, LocalDrops, fates, local_drops
 from ep_jax.ep.experts import ExpertRows, swiglu_experts
+from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.premix import mix, unmix
 from ep_jax.ep.ragged import Ragged
+from ep_jax.ep.returned import Returned
+from ep_jax.ep.ring import Ring
 from ep_jax.ep.routes import Routes
-from ep_jax.ep.rows import combine_rows
+from ep_jax.ep.rowwise import Rowwise
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
 from ep_jax.mesh import BATCH_AXES
 
-TRANSPORTS = {"pooled_wave": PooledWave, "ragged": Ragged, "dense": Dense}
+TRANSPORTS = {
+    "pooled_wave": PooledWave,
+    "fixed_cell": FixedCell,
+    "ragged": Ragged,
+    "rowwise": Rowwise,
+    "ring": Ring,
+    "dense": Dense,
+}
 
 
 class Transport(Protocol):
@@ -54,8 +66,18 @@ class Transport(Protocol):
         """The weights of the experts that the wave visits."""
         ...
 
-    def give_back(self, results: jax.Array, arrival: Any, /) -> tuple[jax.Array, jax.Array]:
-        """The results back at their sources, and which of these rows were accepted."""
+    def give_back(self, results: jax.Array, arrival: Any, /) -> Returned:
+        """One wave's results, back at their sources."""
+        ...
+
+    def accepted(self, returned: Sequence[Returned], plan: Any, /) -> jax.Array:
+        """bool [T,K]: the assignments that were kept."""
+        ...
+
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: Any, /
+    ) -> jax.Array:
+        """[T,H]: the weighted sum of each token's kept results, in the dtype of the rows."""
         ...
 
 
@@ -90,31 +112,45 @@ def routed_experts_local(
     if valid_in_group is None:
         valid_in_group = lax.psum(jnp.sum(valid_T, dtype=jnp.int32), "ep")
     routes = Routes(expert_ids_TK, weights_TK, valid_T, valid_in_group, sequence_length)
+    premix = settings.premix if "premix" in settings.used else 1
+    if premix == 1:
+        out_TH, fate_TK = _run(transport, settings, rows_TH, routes, w_gate_up_eH2F, w_down_eFH)
+    else:
+        with jax.named_scope("premix"):
+            mixed_rows, mixed_routes = mix(rows_TH, routes, premix)
+        mixed_out, mixed_fate = _run(transport, settings, mixed_rows, mixed_routes, w_gate_up_eH2F, w_down_eFH)
+        with jax.named_scope("premix"):
+            out_TH, fate_TK = unmix(mixed_out, premix), unmix(mixed_fate, premix)
+    return out_TH, local_drops(fate_TK, expert_ids_TK, weights_TK, shape.num_experts)
 
+
+def _run(
+    transport: Transport,
+    settings: EPConfig,
+    rows_TH: jax.Array,
+    routes: Routes,
+    w_gate_up_eH2F: jax.Array,
+    w_down_eFH: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """(combined rows [T,H], fates int8 [T,K]) of one shard's routes, wave by wave."""
     with jax.named_scope("route"):
         plan = transport.plan(routes)
-    returned, accepted, after = [], [], 0
+    returned: list[Returned] = []
+    after: jax.Array | int = 0
     for wave in range(transport.waves):
         with jax.named_scope("dispatch"):
             expert_rows, arrival = transport.dispatch(rows_TH, plan, wave, after)
         with jax.named_scope("experts"):
             results = swiglu_experts(expert_rows, *transport.weights_of(wave, w_gate_up_eH2F, w_down_eFH))
         with jax.named_scope("combine"):
-            rows, taken = transport.give_back(results, arrival)
-        returned.append(rows)
-        accepted.append(taken)
-        if settings.schedule == "sequential" and wave + 1 < transport.waves:
-            after = _zero_after(rows)
-
+            returned.append(transport.give_back(results, arrival))
+        if settings.schedule == "sequential":
+            after = _zero_after(returned[-1].rows_QH)
     with jax.named_scope("combine"):
-        returned_QH, accepted_Q = jnp.concatenate(returned), jnp.concatenate(accepted)
-        accepted_TK = (plan.place_TK >= 0) & accepted_Q[jnp.maximum(plan.place_TK, 0)]
-        place_TK = jnp.where(accepted_TK, plan.place_TK, -1)
-        assignment_Q = jnp.where(accepted_Q, plan.assignment_Q, -1)
-        used_TK = _rescale(weights_TK, accepted_TK, valid_T) if settings.rescale else weights_TK
-        out_TH = combine_rows(returned_QH, used_TK, place_TK, assignment_Q)
-    fate_TK = fates(valid_T, plan.sent_TK, accepted_TK)
-    return out_TH, local_drops(fate_TK, expert_ids_TK, weights_TK, shape.num_experts)
+        accepted_TK = transport.accepted(returned, plan)
+        weights_TK = _rescale(routes, accepted_TK) if settings.rescale else routes.weights_TK
+        out_TH = transport.combine(returned, weights_TK, accepted_TK, plan)
+    return out_TH, fates(routes.valid_T, plan.sent_TK, accepted_TK)
 
 
 def _zero_after(rows_QH: jax.Array) -> jax.Array:
@@ -126,8 +162,9 @@ def _zero_after(rows_QH: jax.Array) -> jax.Array:
     return jnp.minimum(bits & 0x7FFFFFFF, 0)
 
 
-def _rescale(weights_TK: jax.Array, kept_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
+def _rescale(routes: Routes, kept_TK: jax.Array) -> jax.Array:
     """Survivors' weights times valid sum / kept sum; zero for a token without survivors."""
+    weights_TK, valid_T = routes.weights_TK, routes.valid_T
     kept_sum_T1 = jnp.sum(jnp.where(kept_TK, weights_TK, 0), axis=1, keepdims=True)
     valid_sum_T1 = jnp.sum(jnp.where(valid_T[:, None], weights_TK, 0), axis=1, keepdims=True)
     some_T1 = kept_sum_T1 > 0
@@ -164,7 +201,9 @@ def routed_experts(
     not yet. Raises ConfigError for shapes that do not fit the mesh or each other.
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
-    _check_call(rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh)
+    _check_call(
+        rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh, settings
+    )
 
     def local(rows, ids, weights, valid, w_gate_up, w_down):
         out, drops = routed_experts_local(
@@ -184,7 +223,9 @@ def routed_experts(
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*placed)
 
 
-def _check_call(rows_TH, ids_TK, weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh) -> None:
+def _check_call(
+    rows_TH, ids_TK, weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh, settings
+) -> None:
     if "ep" not in mesh.axis_names:
         raise ConfigError(f"mesh axes {mesh.axis_names}: an axis named ep is needed")
     devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.axis_names)
@@ -196,6 +237,11 @@ def _check_call(rows_TH, ids_TK, weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH
     experts = w_gate_up_EH2F.shape[0]
     if experts % mesh.shape["ep"]:
         raise ConfigError(f"{experts} experts: a multiple of the mesh's ep = {mesh.shape['ep']} is needed")
+    if "premix" in settings.used and (mesh.shape["ep"] % settings.premix or tokens // devices % settings.premix):
+        raise ConfigError(
+            f"ep.premix = {settings.premix}: must divide the mesh's ep = {mesh.shape['ep']} and a shard's "
+            f"{tokens // devices} tokens"
+        )
     choices, hidden = ids_TK.shape[-1], w_down_EFH.shape[1]
     wanted = {
         "expert_ids_TK": (ids_TK.shape, (tokens, choices)),

@@ -10,6 +10,7 @@ in the same lanes, which slots were accepted. Buffers have fixed sizes; no count
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,9 +19,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep import payload
+from ep_jax.ep.agreement import fill
 from ep_jax.ep.capacity import Capacity, LayerShape, expert_rows, sender_pool
-from ep_jax.ep.experts import CapacityRows
-from ep_jax.ep.ranking import from_rank_order, invert, rank_in_group, to_rank_order
+from ep_jax.ep.experts import CapacityRows, ExpertRows, RaggedRows
+from ep_jax.ep.ranking import count_groups, invert, rank_assignments, rank_in_group
+from ep_jax.ep.returned import Returned, accepted_places, combine_places
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows
 from ep_jax.ep.settings import EPConfig
@@ -42,8 +45,9 @@ class SenderPlan(NamedTuple):
 class Arrival(NamedTuple):
     """A receiver's part of one wave's plan; exists once the payload is there."""
 
-    row_SP: jax.Array  # row of each received slot in [e*R], -1 when dropped or empty
-    slot_C: jax.Array  # its inverse: received slot of each of the C = e*R rows, -1 when empty
+    row_SP: jax.Array  # row of each received slot in the C rows, -1 when dropped or empty
+    slot_C: jax.Array  # its inverse: received slot of each row, -1 when empty
+    sizes_e: jax.Array | None  # rows of each expert where they lie one after the other; None: R apart
 
 
 def plan_sender(
@@ -53,8 +57,7 @@ def plan_sender(
     slots = pool.static_rows(shape.tokens)
     ids_TK = routes.valid_ids_TK
     destination_TK = jnp.where(ids_TK < 0, -1, ids_TK // shape.local_experts)
-    ranked_A = rank_in_group(to_rank_order(destination_TK, order, routes.sequence_length), shape.num_shards)
-    rank_TK = from_rank_order(ranked_A, order, routes.sequence_length, shape.experts_per_token)
+    rank_TK = rank_assignments(destination_TK, shape.num_shards, order, routes)
     wave_TK, slot_TK = rank_TK % waves, rank_TK // waves
     sent_TK = (ids_TK >= 0) & (slot_TK < pool.logical_rows(routes.shard_valid))
     place_TK = jnp.where(sent_TK, (wave_TK * shape.num_shards + destination_TK) * slots + slot_TK, -1)
@@ -74,7 +77,22 @@ def plan_receiver(local_id_SP: jax.Array, limit: jax.Array, rows: int, local_exp
     rank_SP = rank_in_group(turn_PS, local_experts).reshape(slots, sources).T
     accepted_SP = (local_id_SP >= 0) & (rank_SP < limit)
     row_SP = jnp.where(accepted_SP, local_id_SP * rows + rank_SP, -1)
-    return Arrival(row_SP, invert(row_SP.reshape(-1), local_experts * rows))
+    return Arrival(row_SP, invert(row_SP.reshape(-1), local_experts * rows), None)
+
+
+def plan_receiver_pool(local_id_SP: jax.Array, limit: jax.Array, rows: int, local_experts: int) -> Arrival:
+    """Accepts received slots from one pool of `limit` rows, filled over the experts; each keeps its first ones.
+
+    The order within an expert is that of `plan_receiver`; rows of an expert follow those of the one before.
+    """
+    sources, slots = local_id_SP.shape
+    turn_PS = local_id_SP.T.reshape(-1)
+    rank_SP = rank_in_group(turn_PS, local_experts).reshape(slots, sources).T
+    quota_e = fill(count_groups(turn_PS, local_experts), limit)
+    start_e = jnp.cumsum(quota_e) - quota_e
+    accepted_SP = (local_id_SP >= 0) & (rank_SP < quota_e[local_id_SP])
+    row_SP = jnp.where(accepted_SP, start_e[local_id_SP] + rank_SP, -1)
+    return Arrival(row_SP, invert(row_SP.reshape(-1), rows), quota_e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +132,8 @@ class PooledWave:
 
     def dispatch(
         self, rows_TH: jax.Array, plan: SenderPlan, wave: int, after: jax.Array | int
-    ) -> tuple[CapacityRows, Arrival]:
-        """Sends wave `wave` and sorts what arrives by expert: (CapacityRows, Arrival).
+    ) -> tuple[ExpertRows, Arrival]:
+        """Sends wave `wave` and sorts what arrives by expert: (ExpertRows, Arrival).
 
         `after` is an int32 zero that makes this wave wait for what it was computed from.
         """
@@ -131,9 +149,15 @@ class PooledWave:
         received = exchange(payload.pack(numbers, rows, local))
         received = checkpoint_name(received, "dispatched_rows")
         numbers, rows = payload.unpack(received, slots, local)
-        arrival = plan_receiver(numbers - 1, plan.expert_limit, self.expert_rows, local)
+        if self.settings.receive == "pool":
+            pool = min(local * self.expert_rows, size)
+            arrival = plan_receiver_pool(numbers - 1, jnp.minimum(local * plan.expert_limit, pool), pool, local)
+        else:
+            arrival = plan_receiver(numbers - 1, plan.expert_limit, self.expert_rows, local)
         arrival = checkpoint_name(arrival, "route_plan")
         held = move_rows(rows.reshape(size, -1), arrival.slot_C, arrival.row_SP.reshape(size, 1))
+        if arrival.sizes_e is not None:
+            return RaggedRows(held, arrival.sizes_e), arrival
         return CapacityRows(held.reshape(local, self.expert_rows, -1)), arrival
 
     def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
@@ -141,8 +165,8 @@ class PooledWave:
         del wave
         return w_gate_up, w_down
 
-    def give_back(self, results: jax.Array, arrival: Arrival) -> tuple[jax.Array, jax.Array]:
-        """Returns results to their sources: (rows [S*P, H] in sender slots, accepted [S*P] bool)."""
+    def give_back(self, results: jax.Array, arrival: Arrival) -> Returned:
+        """Returns results to their sources, in sender slots, with a flag for each that was accepted."""
         sources, slots = arrival.row_SP.shape
         results_CH = results.reshape(-1, results.shape[-1])
         rows = move_rows(results_CH, arrival.row_SP.reshape(-1), arrival.slot_C[:, None])
@@ -150,7 +174,17 @@ class PooledWave:
         returned = exchange(payload.pack(accepted, rows.reshape(sources, slots, -1), 1))
         returned = checkpoint_name(returned, "returned_rows")
         accepted, rows = payload.unpack(returned, slots, 1)
-        return rows.reshape(sources * slots, -1), accepted.reshape(-1) > 0
+        return Returned(rows.reshape(sources * slots, -1), accepted.reshape(-1) > 0)
+
+    def accepted(self, returned: Sequence[Returned], plan: SenderPlan) -> jax.Array:
+        """bool [T,K]: the assignments whose results came back."""
+        return accepted_places(returned, plan.place_TK)
+
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: SenderPlan
+    ) -> jax.Array:
+        """The weighted sum over each token's accepted rows."""
+        return combine_places(returned, weights_TK, accepted_TK, plan)
 
 
 def exchange(payload_SXH: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ over the same path. XLA:CPU has no such operation, so an all-gather and a row ga
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep.agreement import AGREED
-from ep_jax.ep.capacity import LayerShape, destination_rows
+from ep_jax.ep.agreed import Receivers, exclusive_sum, gather_counts, storage_starts
+from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
-from ep_jax.ep.ranking import count_groups, invert, rank_in_group
+from ep_jax.ep.ranking import invert, rank_in_group
+from ep_jax.ep.returned import Returned, accepted_places, combine_places
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows, take_rows
 from ep_jax.ep.settings import EPConfig
@@ -53,31 +55,16 @@ class RaggedPlan(NamedTuple):
     waves: tuple[WavePlan, ...]
 
 
-def keep_counts(counts_SE: jax.Array, limits_W: list, shape: LayerShape, group: int, agreed: str) -> jax.Array:
-    """Agreed rows [S sources, S destinations, e] from the gathered counts, wave by wave of `group` local experts."""
-    counts = counts_SE.reshape(shape.num_shards, shape.num_shards, shape.local_experts)
-    kept = []
-    for wave, limit in enumerate(limits_W):
-        part = counts[:, :, wave * group : (wave + 1) * group].swapaxes(0, 1)  # destination first
-        kept.append(AGREED[agreed](part, jnp.broadcast_to(limit, (shape.num_shards,))).swapaxes(0, 1))
-    return jnp.concatenate(kept, axis=2)
-
-
 def plan_wave(kept_SDG: jax.Array, me: jax.Array, updates_per_cell: int) -> WavePlan:
     """Offsets and sizes of one wave for shard `me`, from everybody's kept rows [source, destination, expert]."""
     shards, _, group = kept_SDG.shape
-    send_start_SDG = _exclusive_sum(kept_SDG.reshape(shards, -1)).reshape(kept_SDG.shape)
-    stored_DGS = kept_SDG.transpose(1, 2, 0)  # expert-major, source-major at each destination
-    store_start_DGS = _exclusive_sum(stored_DGS.reshape(shards, -1)).reshape(stored_DGS.shape)
+    send_start_SDG = exclusive_sum(kept_SDG.reshape(shards, -1)).reshape(kept_SDG.shape)
+    store_start_DGS = storage_starts(kept_SDG)
 
     sent_DG, came_SG = kept_SDG[me], kept_SDG[:, me]
     outward = (send_start_SDG[me], sent_DG, store_start_DGS[:, :, me], came_SG)
     homeward = (store_start_DGS[me].T, came_SG, send_start_SDG[:, me], sent_DG)
     return WavePlan(_split(*outward, updates_per_cell), _split(*homeward, updates_per_cell), jnp.sum(came_SG, axis=0))
-
-
-def _exclusive_sum(values: jax.Array) -> jax.Array:
-    return jnp.cumsum(values, axis=-1) - values
 
 
 def _split(start_in, sent, start_out, came, pieces: int) -> Updates:
@@ -101,50 +88,33 @@ class Ragged:
     shape: LayerShape
 
     @property
-    def waves(self) -> int:
-        return -(-self.shape.local_experts // self.group)
+    def receivers(self) -> Receivers:
+        return Receivers(self.settings, self.shape)
 
     @property
-    def group(self) -> int:
-        """G: local experts of a wave; the last wave may have fewer."""
-        return -(-self.shape.local_experts // self.settings.waves)
-
-    def experts_in(self, wave: int) -> int:
-        return min(self.group, self.shape.local_experts - wave * self.group)
+    def waves(self) -> int:
+        return self.receivers.waves
 
     def sender_rows(self) -> int:
         """Static B: most rows that a shard can send in a wave."""
-        return self.shape.tokens * min(self.shape.experts_per_token, self.shape.num_shards * self.group)
-
-    def receiver(self, wave: int):
-        """Capacity N of a wave."""
-        return destination_rows(self.settings.receiver_factor, self.shape, self.experts_in(wave))
-
-    def receiver_rows(self, wave: int) -> int:
-        """Static N."""
-        return self.receiver(wave).static_rows(self.shape.tokens * self.shape.num_shards)
+        return self.shape.tokens * min(self.shape.experts_per_token, self.shape.num_shards * self.receivers.group)
 
     def plan(self, routes: Routes) -> RaggedPlan:
         """Agrees on the kept rows and lays them out at both ends."""
-        shape, ids_TK = self.shape, routes.valid_ids_TK
-        ids_A = ids_TK.reshape(-1)
-        counts_SE = lax.all_gather(count_groups(ids_A, shape.num_experts), "ep")
-        counts_SE = checkpoint_name(counts_SE, "route_plan")
-        limits = [self.receiver(wave).logical_rows(routes.group_valid) for wave in range(self.waves)]
-        kept_SDe = keep_counts(counts_SE, limits, shape, self.group, self.settings.agreed)
-
-        me = lax.axis_index("ep")
-        waves, place_A = [], jnp.full_like(ids_A, -1)
-        rank_A = rank_in_group(ids_A, shape.num_experts)
+        shape, receivers, ids_TK = self.shape, self.receivers, routes.valid_ids_TK
+        kept_SDe = receivers.keep(gather_counts(routes, shape.num_experts), routes.group_valid)
+        me, ids_A = lax.axis_index("ep"), ids_TK.reshape(-1)
         destination_A, local_A = ids_A // shape.local_experts, ids_A % shape.local_experts
+        waves, starts = [], []
         for wave in range(self.waves):
-            first = wave * self.group
-            kept_SDG = kept_SDe[:, :, first : first + self.experts_in(wave)]
+            kept_SDG = kept_SDe[:, :, receivers.experts_of(wave)]
             waves.append(plan_wave(kept_SDG, me, self.settings.updates_per_cell))
-            start_DG = _exclusive_sum(kept_SDG[me].reshape(-1)).reshape(kept_SDG[me].shape)
-            cell = (destination_A, jnp.clip(local_A - first, 0, self.experts_in(wave) - 1))
-            here_A = (ids_A >= 0) & (local_A // self.group == wave) & (rank_A < kept_SDG[me][cell])
-            place_A = jnp.where(here_A, wave * self.sender_rows() + start_DG[cell] + rank_A, place_A)
+            starts.append(exclusive_sum(kept_SDG[me].reshape(-1)).reshape(kept_SDG[me].shape))
+        start_De = jnp.concatenate(starts, axis=1)  # first row of a cell in the sender's buffer of its wave
+        rank_A = rank_in_group(ids_A, shape.num_experts)
+        kept_A = (ids_A >= 0) & (rank_A < kept_SDe[me, destination_A, local_A])
+        row_A = (local_A // receivers.group) * self.sender_rows() + start_De[destination_A, local_A] + rank_A
+        place_A = jnp.where(kept_A, row_A, -1)
         plan = RaggedPlan(
             place_TK=place_A.reshape(ids_TK.shape),
             assignment_Q=invert(place_A, self.waves * self.sender_rows()),
@@ -163,20 +133,30 @@ class Ragged:
         here_TK = (plan.place_TK >= 0) & (plan.place_TK // size == wave)
         rows_BH = move_rows(rows_TH, token_B, jnp.where(here_TK, plan.place_TK % size, -1))
         this = plan.waves[wave]
-        received = exchange(rows_BH, this.outward, this.homeward, self.receiver_rows(wave))
+        received = exchange(rows_BH, this.outward, this.homeward, self.receivers.rows(wave))
         received = checkpoint_name(received, "dispatched_rows")
         return RaggedRows(received, this.sizes_G), this
 
     def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
         """The weights of the wave's experts."""
-        first = wave * self.group
-        return tuple(w[first : first + self.experts_in(wave)] for w in (w_gate_up, w_down))
+        experts = self.receivers.experts_of(wave)
+        return w_gate_up[experts], w_down[experts]
 
-    def give_back(self, results_NH: jax.Array, this: WavePlan) -> tuple[jax.Array, jax.Array]:
-        """Returns results to their sources: (rows [B, H] in sender order, accepted [B]: all that was sent)."""
+    def give_back(self, results_NH: jax.Array, this: WavePlan) -> Returned:
+        """Returns results to their sources, in sender order."""
         returned = exchange(results_NH, this.homeward, this.outward, self.sender_rows())
         returned = checkpoint_name(returned, "returned_rows")
-        return returned, jnp.ones(returned.shape[0], jnp.bool)
+        return Returned(returned, None)
+
+    def accepted(self, returned: Sequence[Returned], plan: RaggedPlan) -> jax.Array:
+        """bool [T,K]: the assignments whose results came back."""
+        return accepted_places(returned, plan.place_TK)
+
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: RaggedPlan
+    ) -> jax.Array:
+        """The weighted sum over each token's accepted rows."""
+        return combine_places(returned, weights_TK, accepted_TK, plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -7,6 +7,8 @@ arrays, without collectives.
 import jax
 import jax.numpy as jnp
 
+from ep_jax.ep.routes import Routes
+
 # Up to this many groups a counted scan ([A, G] one-hot) beats a sort.
 MOST_GROUPS_FOR_SCAN = 64
 
@@ -31,26 +33,49 @@ def count_groups(group_A: jax.Array, num_groups: int) -> jax.Array:
     return jnp.zeros(num_groups + 1, jnp.int32).at[jnp.where(outside, num_groups, group_A)].add(1)[:-1]
 
 
-def to_rank_order(values_TK: jax.Array, order: str, sequence_length: int) -> jax.Array:
-    """[T,K] in flat order -> [A] in the order in which assignments rank (DESIGN: sender order)."""
-    num_tokens, choices = values_TK.shape
+def rank_assignments(group_TK: jax.Array, num_groups: int, order: str, routes: Routes) -> jax.Array:
+    """int32 [T,K]: how many assignments of the same group come first in `order` (DESIGN: sender order)."""
+    if order == "weight":  # largest combine weight first, ties in flat order
+        first_A = jnp.argsort(-jax.lax.stop_gradient(routes.weights_TK).reshape(-1), stable=True)
+        rank_A = rank_in_group(group_TK.reshape(-1)[first_A], num_groups)
+        return jnp.zeros_like(rank_A).at[first_A].set(rank_A, unique_indices=True).reshape(group_TK.shape)
+    arranged_A = to_rank_order(group_TK, order, routes.sequence_length, routes.position_T)
+    rank_A = rank_in_group(arranged_A, num_groups)
+    return from_rank_order(rank_A, order, routes.sequence_length, group_TK.shape[1], routes.position_T)
+
+
+def to_rank_order(
+    values_TK: jax.Array, order: str, sequence_length: int, position_T: jax.Array | None = None
+) -> jax.Array:
+    """[T,K] in flat order -> [A] in the order in which assignments rank.
+
+    "sequence": flat. "position": by (position, sequence, k), which spreads overflow over sequences. "choice": by
+    (k, position, sequence). position_T: where tokens do not lie in whole sequences (pre-mix); None: t mod length.
+    """
     if order == "sequence":
         return values_TK.reshape(-1)
-    if order == "position":  # (position, sequence, k): overflow is spread over sequences
-        values = values_TK.reshape(num_tokens // sequence_length, sequence_length, choices)
-        return values.swapaxes(0, 1).reshape(-1)
-    raise NotImplementedError(f"ep.order = {order!r}")
+    num_tokens, choices = values_TK.shape
+    if position_T is None:
+        sequences = values_TK.reshape(num_tokens // sequence_length, sequence_length, choices)
+        by_position_TK = sequences.swapaxes(0, 1).reshape(num_tokens, choices)
+    else:
+        by_position_TK = values_TK[jnp.argsort(position_T, stable=True)]
+    return (by_position_TK.T if order == "choice" else by_position_TK).reshape(-1)
 
 
-def from_rank_order(values_A: jax.Array, order: str, sequence_length: int, choices: int) -> jax.Array:
+def from_rank_order(
+    values_A: jax.Array, order: str, sequence_length: int, choices: int, position_T: jax.Array | None = None
+) -> jax.Array:
     """Inverse of `to_rank_order`: [A] -> [T,K]."""
     num_tokens = values_A.size // choices
     if order == "sequence":
         return values_A.reshape(num_tokens, choices)
-    if order == "position":
-        values = values_A.reshape(sequence_length, num_tokens // sequence_length, choices)
-        return values.swapaxes(0, 1).reshape(num_tokens, choices)
-    raise NotImplementedError(f"ep.order = {order!r}")
+    by_position_TK = values_A.reshape(choices, num_tokens).T if order == "choice" else values_A.reshape(-1, choices)
+    if position_T is None:
+        columns = by_position_TK.reshape(sequence_length, num_tokens // sequence_length, choices)
+        return columns.swapaxes(0, 1).reshape(num_tokens, choices)
+    token_T = jnp.argsort(position_T, stable=True)
+    return jnp.zeros_like(by_position_TK).at[token_T].set(by_position_TK, unique_indices=True)
 
 
 def invert(place_A: jax.Array, num_places: int) -> jax.Array:

@@ -19,6 +19,7 @@ class Routes:
     valid_T: jax.Array  # bool
     group_valid: jax.Array  # int32 scalar V: valid tokens of the whole ep group
     sequence_length: int = dataclasses.field(metadata=dict(static=True))  # columns of a packed row; divides T
+    position_T: jax.Array | None = None  # int32, columns of pre-mixed tokens; None: whole rows, t mod sequence_length
 
     @property
     def shard_valid(self) -> jax.Array:

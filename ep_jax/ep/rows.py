@@ -42,13 +42,13 @@ def _move_rows_backward(places_NJ, gradient_MH):
 move_rows.defvjp(_move_rows_forward, _move_rows_backward)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def combine_rows(
-    returned_QH: jax.Array, weights_TK: jax.Array, place_TK: jax.Array, assignment_Q: jax.Array
+    returned_QH: jax.Array, weights_TK: jax.Array, place_TK: jax.Array, assignment_Q: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
     """Sum over k ascending of weights_TK[t,k] * returned_QH[place_TK[t,k]]; a place of -1 contributes zero.
 
-    The sum runs in float32 (float64 for float64 rows) and is cast once to the rows' dtype. assignment_Q is the inverse
+    The sum runs in float32 (float64 for float64 rows) and is cast once to `dtype`. assignment_Q is the inverse
     of place_TK: t*K + k, or -1 for a row that no token takes; such rows get a zero gradient.
     """
     del assignment_Q
@@ -57,11 +57,11 @@ def combine_rows(
     terms = [
         weights_TK[:, k, None] * take_rows(returned_QH, place_TK[:, k]).astype(wide) for k in range(place_TK.shape[1])
     ]
-    return functools.reduce(jnp.add, terms).astype(returned_QH.dtype)
+    return functools.reduce(jnp.add, terms).astype(dtype)
 
 
-def _combine_rows_forward(returned_QH, weights_TK, place_TK, assignment_Q):
-    return combine_rows(returned_QH, weights_TK, place_TK, assignment_Q), (
+def _combine_rows_forward(returned_QH, weights_TK, place_TK, assignment_Q, dtype):
+    return combine_rows(returned_QH, weights_TK, place_TK, assignment_Q, dtype), (
         returned_QH,
         weights_TK,
         place_TK,
@@ -69,7 +69,7 @@ def _combine_rows_forward(returned_QH, weights_TK, place_TK, assignment_Q):
     )
 
 
-def _combine_rows_backward(residuals, gradient_TH):
+def _combine_rows_backward(dtype, residuals, gradient_TH):
     returned_QH, weights_TK, place_TK, assignment_Q = residuals
     wide, choices = _sum_type(returned_QH.dtype), place_TK.shape[1]
     token_Q = jnp.where(assignment_Q < 0, -1, assignment_Q // choices)

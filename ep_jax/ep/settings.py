@@ -8,13 +8,18 @@ from typing import ClassVar
 
 from ep_jax.fields import ConfigError, check, setting
 
-TRANSPORTS = ("pooled_wave", "ragged", "dense")
-ORDERS = ("sequence", "position")
+TRANSPORTS = ("pooled_wave", "fixed_cell", "ragged", "rowwise", "ring", "dense")
+ORDERS = ("sequence", "position", "choice", "weight")
+RECEIVES = ("expert", "pool")
+AGREEMENTS = ("tail", "round_robin", "water_fill")
 SCHEDULES = ("sequential", "overlapped")
 # Settings that a transport does not use are accepted, and named once at the start of a run.
 USED = {
-    "pooled_wave": ("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "rescale"),
-    "ragged": ("receiver_factor", "agreed", "waves", "schedule", "rescale", "updates_per_cell"),
+    "pooled_wave": ("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "rescale", "premix"),
+    "fixed_cell": ("sender_factor", "order", "waves", "schedule", "rescale", "premix"),
+    "ragged": ("receiver_factor", "agreed", "waves", "schedule", "rescale", "premix", "updates_per_cell"),
+    "rowwise": ("receiver_factor", "agreed", "waves", "schedule", "rescale", "premix"),
+    "ring": ("receiver_factor", "agreed", "rescale", "premix"),
     "dense": (),
 }
 
@@ -27,19 +32,26 @@ class EPConfig:
 
     transport: str = setting("pooled_wave", doc="how rows reach their experts", choices=TRANSPORTS)
     sender_factor: float = setting(
-        1.15, above=0.0, doc="sender pool per destination, relative to balanced routing (pooled_wave)"
+        1.15, above=0.0, doc="sender pool per destination (fixed_cell: per expert), relative to balanced routing"
     )
     receiver_factor: float = setting(
-        1.15, above=0.0, doc="rows per expert (pooled_wave) or per destination (ragged), relative to balanced routing"
+        1.15,
+        above=0.0,
+        doc="rows per expert (pooled_wave) or per destination (agreed transports), relative to balanced routing",
     )
     order: str = setting("sequence", doc="which assignments rank first in a sender pool", choices=ORDERS)
-    receive: str = setting("expert", doc="how a pooled_wave receiver shares its rows", choices=("expert",))
-    agreed: str = setting("round_robin", doc="how ragged receivers share their rows", choices=("round_robin",))
+    receive: str = setting("expert", doc="how a pooled_wave receiver shares its rows", choices=RECEIVES)
+    agreed: str = setting(
+        "round_robin", doc="how receivers of ragged, rowwise and ring share their rows", choices=AGREEMENTS
+    )
     waves: int = setting(1, at_least=1, doc="rounds in which a layer's rows are exchanged; bounds buffer sizes")
     schedule: str = setting(
         "sequential", doc="waves one after the other, or left to the compiler to overlap", choices=SCHEDULES
     )
     rescale: bool = setting(False, doc="rescale a token's surviving weights to the sum of all its weights")
+    premix: int = setting(
+        1, at_least=1, doc="rows are first dealt out evenly among so many consecutive ep shards; 1 = not"
+    )
     updates_per_cell: int = setting(
         1, at_least=1, doc="ragged transfers per (peer, local expert); more can be faster on GPUs"
     )
@@ -56,5 +68,5 @@ class EPConfig:
 
     def __post_init__(self):
         check(self)
-        if self.transport == "dense" and self.waves != 1:
-            raise ConfigError(f"ep.waves = {self.waves}: transport dense has 1 wave; nearest legal value 1")
+        if self.transport == "ring" and self.waves != 1:
+            raise ConfigError(f"ep.waves = {self.waves}: transport ring has 1 wave; nearest legal value 1")

@@ -144,7 +144,7 @@ def test_buffers_never_exceed_the_worst_case(factor):
     pooled = make_transport(settings(), shape)
     assert (pooled.pool_rows, pooled.expert_rows) == (8, 16)
     ragged = make_transport(settings(transport="ragged"), shape)
-    assert (ragged.sender_rows(), ragged.receiver_rows(0)) == (16, 16)
+    assert (ragged.sender_rows(), ragged.receivers.rows(0)) == (16, 16)
 
 
 def test_a_large_factor_drops_nothing_in_any_wave():
@@ -152,8 +152,8 @@ def test_a_large_factor_drops_nothing_in_any_wave():
     # sent at most 3 of a token's choices. The bound per wave is not the bound per shard divided by the waves.
     shape = LayerShape(num_shards=4, num_experts=16, experts_per_token=3, tokens=16)
     transport = make_transport(EPConfig(transport="ragged", receiver_factor=1000.0, waves=4), shape)
-    assert transport.receiver_rows(3) == 64
-    assert logical(transport.receiver(3), [64, 10]) == [64, 10]
+    assert transport.receivers.rows(3) == 64
+    assert logical(transport.receivers.capacity(3), [64, 10]) == [64, 10]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_factors_that_overflow_are_refused(transport):
 
 
 def plan_buffers(transport):
-    return transport.pool_rows if hasattr(transport, "pool_rows") else transport.receiver_rows(0)
+    return transport.pool_rows if hasattr(transport, "pool_rows") else transport.receivers.rows(0)
 
 
 def test_the_limit_of_overflow_is_exact():

@@ -124,7 +124,9 @@ def test_combine_sums_bfloat16_rows_in_float32(ones):
     rows = jnp.asarray(rng.normal(size=(tokens * choices, width)), jnp.bfloat16)
     weights = np.ones((tokens, choices), np.float32) if ones else rng.random((tokens, choices)).astype(np.float32)
     place = np.arange(tokens * choices, dtype=np.int32)
-    found = np.asarray(jax.jit(combine_rows)(rows, weights, place.reshape(tokens, choices), place))
+    found = np.asarray(
+        jax.jit(combine_rows, static_argnums=4)(rows, weights, place.reshape(tokens, choices), place, rows.dtype)
+    )
     exact = np.einsum(
         "tk,tkh->th", weights.astype(np.float64), np.asarray(rows, np.float64).reshape(tokens, choices, -1)
     )

@@ -1,0 +1,110 @@
+"""Row-wise: a route map (token, choice) -> (shard, row), rows written straight into the expert's buffer.
+
+Letters: S ep shards, e local experts, T tokens per shard, K choices, W waves, N rows of a receiver's wave buffer,
+H routed width, Q = W*S*N rows of all receivers.
+
+Acceptance is agreed before rows move, as for `ragged`, so a source knows the exact row of every kept assignment and
+rows arrive in place. This file is the emulation for any backend: an all-gather stands in for the one-sided writes and
+reads, with the same map, the same rows and the same results. Its traffic is not the transport's.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_jax.ep.agreed import Receivers, gather_counts, storage_starts
+from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.experts import RaggedRows
+from ep_jax.ep.ranking import invert, rank_in_group
+from ep_jax.ep.returned import Returned, accepted_places, combine_places
+from ep_jax.ep.routes import Routes
+from ep_jax.ep.rows import move_rows
+from ep_jax.ep.settings import EPConfig
+from ep_jax.mesh import gather_shards
+
+
+class RowwisePlan(NamedTuple):
+    place_TK: jax.Array  # the route map: row in [W, S, N], -1 when dropped or invalid
+    assignment_Q: jax.Array  # its inverse
+    sent_TK: jax.Array  # bool: every valid assignment; drops are the receivers'
+    sizes_We: tuple[jax.Array, ...]  # rows that arrive for this shard's experts, by wave
+
+
+def route_map(ids_TK: jax.Array, kept_SDe: jax.Array, me: jax.Array, receivers: Receivers) -> jax.Array:
+    """int32 [T,K]: the row of each kept assignment of shard `me` in [W, S, N], -1 for the others; no collectives.
+
+    ids_TK is -1 at invalid tokens.
+    """
+    shape, rows = receivers.shape, receivers.rows(0)
+    ids_A = ids_TK.reshape(-1)
+    rank_A = rank_in_group(ids_A, shape.num_experts)
+    destination_A, local_A = ids_A // shape.local_experts, ids_A % shape.local_experts
+    kept_A = (ids_A >= 0) & (rank_A < kept_SDe[me, destination_A, local_A])
+    starts = [storage_starts(kept_SDe[:, :, receivers.experts_of(wave)]) for wave in range(receivers.waves)]
+    start_A = jnp.concatenate(starts, axis=1)[destination_A, local_A, me]
+    row_A = ((local_A // receivers.group) * shape.num_shards + destination_A) * rows + start_A + rank_A
+    return jnp.where(kept_A, row_A, -1).reshape(ids_TK.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rowwise:
+    """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
+
+    settings: EPConfig
+    shape: LayerShape
+
+    @property
+    def receivers(self) -> Receivers:
+        return Receivers(self.settings, self.shape)
+
+    @property
+    def waves(self) -> int:
+        return self.receivers.waves
+
+    def plan(self, routes: Routes) -> RowwisePlan:
+        """Agrees on the kept rows and maps each to its row."""
+        kept_SDe = self.receivers.keep(gather_counts(routes, self.shape.num_experts), routes.group_valid)
+        me, ids_TK = lax.axis_index("ep"), routes.valid_ids_TK
+        place_TK = route_map(ids_TK, kept_SDe, me, self.receivers)
+        total = self.waves * self.shape.num_shards * self.receivers.rows(0)
+        arriving_e = kept_SDe[:, me].sum(axis=0, dtype=jnp.int32)
+        sizes = tuple(arriving_e[self.receivers.experts_of(wave)] for wave in range(self.waves))
+        plan = RowwisePlan(place_TK, invert(place_TK.reshape(-1), total), ids_TK >= 0, sizes)
+        return checkpoint_name(plan, "route_plan")
+
+    def dispatch(self, rows_TH: jax.Array, plan: RowwisePlan, wave: int, after: jax.Array | int) -> tuple:
+        """Every shard's rows of wave `wave` in this shard's buffer: (RaggedRows, None)."""
+        rows, shards = self.receivers.rows(0), self.shape.num_shards
+        first = (wave * shards + lax.axis_index("ep")) * rows  # of this shard's buffer in [W, S, N]
+        map_AK = lax.all_gather(plan.place_TK, "ep").reshape(-1, plan.place_TK.shape[1])
+        here_AK = jnp.where((map_AK >= first) & (map_AK < first + rows), map_AK - first, -1)
+        assignment_N = invert(here_AK.reshape(-1), rows)
+        token_N = jnp.where(assignment_N < 0, -1, assignment_N // here_AK.shape[1]) + after
+        all_rows = gather_shards(rows_TH, 0, ("ep",), rows_TH.dtype)
+        put = checkpoint_name(move_rows(all_rows, token_N, here_AK), "dispatched_rows")
+        return RaggedRows(put, plan.sizes_We[wave]), None
+
+    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
+        """The weights of the wave's experts."""
+        experts = self.receivers.experts_of(wave)
+        return w_gate_up[experts], w_down[experts]
+
+    def give_back(self, results_NH: jax.Array, arrival: None) -> Returned:
+        """Every shard's results of the wave, [S*N, H], for the combine to read from."""
+        gathered = gather_shards(results_NH, 0, ("ep",), results_NH.dtype)
+        return Returned(checkpoint_name(gathered, "returned_rows"), None)
+
+    def accepted(self, returned: Sequence[Returned], plan: RowwisePlan) -> jax.Array:
+        """bool [T,K]: the assignments that were kept."""
+        return accepted_places(returned, plan.place_TK)
+
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: RowwisePlan
+    ) -> jax.Array:
+        """The weighted sum over each token's kept rows."""
+        return combine_places(returned, weights_TK, accepted_TK, plan)
