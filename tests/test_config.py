@@ -26,7 +26,7 @@ model.attention model.loss_chunk_tokens
 router.num_experts router.experts_per_token router.scores router.balancing router.weight_sum router.histogram_bins
 router.sign_bias_rate router.load_balance_coefficient router.z_loss_coefficient
 ep.transport ep.sender_factor ep.receiver_factor ep.order ep.receive ep.agreed ep.waves ep.schedule ep.rescale
-ep.updates_per_cell
+ep.premix ep.updates_per_cell
 optimizer.name optimizer.learning_rate optimizer.adam_learning_rate optimizer.schedule optimizer.warmup_steps
 optimizer.decay_fraction optimizer.final_fraction optimizer.b1 optimizer.b2 optimizer.epsilon optimizer.weight_decay
 optimizer.clip_norm optimizer.muon_momentum optimizer.muon_dtype
@@ -158,8 +158,8 @@ def test_text_is_taken_as_it_is():
         ("optimizer.learning_rate=", "optimizer.learning_rate = '': expected a number"),
         ("ep.sender_factor='1.25'", "ep.sender_factor = \"'1.25'\": expected a number"),
         ("ep.sender_factor=0", "ep.sender_factor = 0.0: allowed is above 0.0"),
-        ("ep.rescale=yes", "ep.rescale ep.premix = 'yes': expected true or false"),
-        ("ep.rescale=1", "ep.rescale ep.premix = '1': expected true or false"),
+        ("ep.rescale=yes", "ep.rescale = 'yes': expected true or false"),
+        ("ep.rescale=1", "ep.rescale = '1': expected true or false"),
         ("model.remat=some", "model.remat = 'some': allowed is one of none, full, exchanges"),
     ],
 )
@@ -177,7 +177,7 @@ def test_command_line_values_of_another_type_or_out_of_bounds_are_refused(option
         ("optimizer", "weight_decay = true", ["optimizer.weight_decay = True", "a number"]),
         ("router", "num_experts = 8.5", ["router.num_experts = 8.5", "an integer"]),
         ("router", "num_experts = true", ["router.num_experts = True", "an integer"]),
-        ("ep", "rescale = 0", ["ep.rescale ep.premix = 0", "true or false"]),
+        ("ep", "rescale = 0", ["ep.rescale = 0", "true or false"]),
         ("ep", "rescale = no", ["line 2", "rescale = no", "true and false"]),
         ("ep", "transport = ragged", ["line 2", "transport = ragged", "quotes"]),
         ("train", "steps = 1:30", ["line 2", "steps = 1:30"]),
@@ -300,7 +300,7 @@ def test_tiny_has_the_promised_sizes_and_names_only_what_differs_from_the_defaul
     assert (tiny.mesh.replica, tiny.mesh.fsdp, tiny.mesh.ep) == (1, 2, 4)
     assert (tiny.model.num_layers, tiny.model.model_dim, tiny.model.latent_dim) == (4, 128, 64)
     assert (tiny.router.num_experts, tiny.router.experts_per_token) == (16, 2)
-    assert (tiny.data.sequence_length, tiny.train.sequences_per_step, tiny.train.steps) == (256, 32, 400)
+    assert (tiny.data.sequence_length, tiny.train.sequences_per_step, tiny.train.steps) == (256, 16, 300)
     table = config_files.read_toml("tiny")
     for section, fields in table.items():
         for field in fields if isinstance(fields, dict) else ():
