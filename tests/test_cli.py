@@ -144,7 +144,7 @@ def test_help_shows_every_key_with_type_unit_default_and_meaning(capsys):
         assert key.metadata["doc"], key.name
     assert "--train.steps INTEGER optimizer steps of the whole run (steps; default 400; at least 1)" in flat
     assert "--ep.rescale true|false" in flat
-    assert "one of pooled_wave, ragged, dense" in flat
+    assert "one of pooled_wave, fixed_cell, ragged, rowwise, ring, dense" in flat
 
 
 def test_a_command_may_have_options_of_its_own(capsys):

@@ -149,16 +149,19 @@ class PooledWave:
         received = exchange(payload.pack(numbers, rows, local))
         received = checkpoint_name(received, "dispatched_rows")
         numbers, rows = payload.unpack(received, slots, local)
-        if self.settings.receive == "pool":
-            pool = min(local * self.expert_rows, size)
-            arrival = plan_receiver_pool(numbers - 1, jnp.minimum(local * plan.expert_limit, pool), pool, local)
-        else:
-            arrival = plan_receiver(numbers - 1, plan.expert_limit, self.expert_rows, local)
-        arrival = checkpoint_name(arrival, "route_plan")
+        arrival = checkpoint_name(self.accept(numbers - 1, plan.expert_limit), "route_plan")
         held = move_rows(rows.reshape(size, -1), arrival.slot_C, arrival.row_SP.reshape(size, 1))
         if arrival.sizes_e is not None:
             return RaggedRows(held, arrival.sizes_e), arrival
         return CapacityRows(held.reshape(local, self.expert_rows, -1)), arrival
+
+    def accept(self, local_id_SP: jax.Array, expert_limit: jax.Array) -> Arrival:
+        """The receiver's part of one wave's plan, from the ids that arrived (-1 in empty slots)."""
+        local = self.shape.local_experts
+        if self.settings.receive == "expert":
+            return plan_receiver(local_id_SP, expert_limit, self.expert_rows, local)
+        pool = min(local * self.expert_rows, local_id_SP.size)
+        return plan_receiver_pool(local_id_SP, jnp.minimum(local * expert_limit, pool), pool, local)
 
     def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
         """Every wave visits all local experts."""

@@ -29,4 +29,4 @@ class Routes:
     @property
     def valid_ids_TK(self) -> jax.Array:
         """Expert ids with -1 at invalid tokens."""
-        return jnp.where(self.valid_T[:, None], self.expert_ids_TK, -1)
+        return jnp.where(self.valid_T[..., None], self.expert_ids_TK, -1)
