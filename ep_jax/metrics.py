@@ -44,6 +44,9 @@ class LogConfig:
 
     every: int = setting(10, at_least=1, unit="steps", doc="a metrics row and a progress line every so many steps")
     tensorboard: bool = setting(True, doc="write TensorBoard events into the run folder")
+    drop_alarm: float = setting(
+        0.0, at_least=0.0, at_most=1.0, doc="a warning line when more than this share of assignments drops; 0 = never"
+    )
     wandb_project: str = setting("", doc="also log to this Weights & Biases project; empty = do not")
 
     def __post_init__(self):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ep_jax import flops
+from ep_jax import drop_report, flops
 from ep_jax.evaluation import Evaluation
 from ep_jax.launch import Runtime
 from ep_jax.metrics import StepClock, add_drops, drop_rates, metrics_row, progress_line
@@ -102,11 +102,14 @@ class Report:
             lost_weight_sender=float(lost[1] / lost[0]) if lost[0] > 0 else 0.0,
             lost_weight_receiver=float(lost[2] / lost[0]) if lost[0] > 0 else 0.0,
             peak_memory_bytes=peak_memory_bytes(),
+            **drop_report.scalars(metrics.drops._asdict()),
         )
         assert self.tracker, "open() comes before the first finished step"
         assert self.arrays
         self.tracker.log(step, {name: value for name, value in row.items() if name != "step"})
-        self.arrays.write(step, {"counts_NPE": metrics.drops.counts_NPE, "weights_NP": metrics.drops.weights_NP})
+        self.arrays.write(step, metrics.drops._asdict())
+        if warning := drop_report.alarm(step, metrics.drops.counts_NPE, self.config.log.drop_alarm):
+            self.runtime.say(warning)
         self.runtime.say(progress_line(row, self.config.train.steps))
 
     def log_evaluation(self, step: int, held_out: Evaluation) -> None:

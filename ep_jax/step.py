@@ -1,7 +1,7 @@
 """One training step and one evaluation step, each a pure function compiled once.
 
 Letters: M microbatches, b rows of a device, L tokens of a row, N layers, E experts, D source shards of the mesh,
-P stages (valid, sender, receiver).
+P stages (valid, sender, receiver), R packed rows of a device, C bins of columns.
 
 Inside a single shard_map over all mesh axes every device computes the losses and gradients of its own rows with weights
 it gathers; outside it, on global arrays, the gradients are clipped, turned into updates and applied, and the router's
@@ -25,11 +25,13 @@ from ep_jax.checkpoint import Point, restore
 from ep_jax.config import RunConfig
 from ep_jax.data import Batch
 from ep_jax.ep import EPConfig, routed_experts_local
+from ep_jax.ep.drops import profile
 from ep_jax.mesh import AXES, BATCH_AXES
 from ep_jax.model import balancing
 from ep_jax.model.transformer import Outputs, forward, init_params, initial_router_state, parameter_kinds
 from ep_jax.optimizer import gradient_norm, learning_rate_schedule, make_optimizer, optimizer_shardings
 
+PROFILE_BINS = 16  # columns of a packed row are reported in so many bins
 State = dict[str, Any]  # step, params, opt_state, router, rng: see `init_state`
 BATCH_SPEC = PartitionSpec(None, BATCH_AXES, None)
 
@@ -40,6 +42,7 @@ class LayerDrops(NamedTuple):
     counts_NPE: jax.Array  # int32
     weights_NP: jax.Array  # float32, combine weight
     source_counts_NDP: jax.Array  # int32, by the shard whose tokens they were
+    profile_NPRC: jax.Array  # int32, by place in the shard (packed row) and bin of columns, over all shards
 
 
 class StepMetrics(NamedTuple):
@@ -213,7 +216,7 @@ def dropless(ep: EPConfig) -> EPConfig:
     return dataclasses.replace(ep, transport="dense", waves=1)
 
 
-_DROPS_SPEC = LayerDrops._make((PartitionSpec(), PartitionSpec(), PartitionSpec(None, BATCH_AXES, None)))
+_DROPS_SPEC = LayerDrops._make((PartitionSpec(),) * len(LayerDrops._fields))
 
 
 def _local_gradients(config: RunConfig, params: Any, bias: jax.Array, batch: Batch) -> tuple:
@@ -243,7 +246,9 @@ def _run_microbatch(config: RunConfig, params: Any, rows: Batch, *, bias, valid_
 
     def routed_experts(*arrays, **sizes):
         out, drops = routed_experts_local(*arrays, **sizes, settings=config.ep)
-        return out, (drops.counts_PE, drops.weights_P)  # a step has no use for each assignment's fate
+        # Each assignment's fate stays here: a step reports where drops were, not which.
+        where_PRC = profile(drops.fate_TK, rows.tokens.shape[1], PROFILE_BINS)
+        return out, (drops.counts_PE, drops.weights_P, where_PRC)
 
     return forward(
         params,
@@ -279,8 +284,10 @@ def _zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _sum_over_devices(outputs: Outputs) -> Outputs:
     """Outputs with every sum taken over the whole mesh, and the drops as LayerDrops."""
-    counts_NPE, _ = outputs.drops
-    source_counts = counts_NPE.sum(axis=-1)[:, None, :]  # [N, 1, P], one device's
-    outputs = lax.psum(outputs, AXES)
-    counts_NPE, weights_NP = outputs.drops
-    return outputs._replace(drops=LayerDrops(counts_NPE, weights_NP, source_counts))
+    counts_NPE, *_ = outputs.drops
+    # Summed like the rest, each device in its own place, so that every process holds all of it.
+    mine_D = jnp.arange(lax.axis_size(AXES), dtype=jnp.int32) == lax.axis_index(AXES)
+    source_counts_NDP = jnp.where(mine_D[None, :, None], counts_NPE.sum(axis=-1, dtype=jnp.int32)[:, None], 0)
+    outputs, source_counts_NDP = lax.psum((outputs, source_counts_NDP), AXES)
+    counts_NPE, weights_NP, profile_NPRC = outputs.drops
+    return outputs._replace(drops=LayerDrops(counts_NPE, weights_NP, source_counts_NDP, profile_NPRC))

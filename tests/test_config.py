@@ -32,7 +32,7 @@ optimizer.decay_fraction optimizer.final_fraction optimizer.b1 optimizer.b2 opti
 optimizer.clip_norm optimizer.muon_momentum optimizer.muon_dtype
 checkpoint.every checkpoint.keep checkpoint.asynchronous
 profile.steps
-log.every log.tensorboard log.wandb_project
+log.every log.tensorboard log.drop_alarm log.wandb_project
 """
 
 

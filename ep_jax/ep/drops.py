@@ -1,6 +1,7 @@
 """What became of every assignment: fates, counts per stage, lost combine weight.
 
-Letters: T tokens, K choices, E experts, P stages (valid, sender, receiver), D source shards.
+Letters: T tokens, K choices, E experts, P stages (valid, sender, receiver), D source shards, R packed rows of a shard,
+C bins of columns.
 """
 
 from typing import NamedTuple
@@ -68,3 +69,17 @@ def local_drops(fate_TK: jax.Array, expert_ids_TK: jax.Array, weights_TK: jax.Ar
     counts = [count_groups(jnp.where(mask, expert_ids_TK, -1).reshape(-1), num_experts) for mask in masks]
     weights = [jnp.sum(jnp.where(mask, weights_TK, 0.0), dtype=jnp.float32) for mask in masks]
     return LocalDrops(fate_TK, jnp.stack(counts), jax.lax.stop_gradient(jnp.stack(weights)))
+
+
+def profile(fate_TK: jax.Array, sequence_length: int, bins: int) -> jax.Array:
+    """int32 [3, R, C]: valid assignments, sender drops and receiver drops by packed row and by bin of columns.
+
+    A row is a place in the shard's order, so this shows who pays for being last: later documents of the shard, or later
+    tokens of a sequence. The last bin may be narrower.
+    """
+    width = -(-sequence_length // bins)
+    fate_RLK = fate_TK.reshape(-1, sequence_length, fate_TK.shape[1])
+    masks = (fate_RLK != INVALID, fate_RLK == DROPPED_BY_SENDER, fate_RLK == DROPPED_BY_RECEIVER)
+    counts_PRL = jnp.stack([jnp.sum(mask, axis=-1, dtype=jnp.int32) for mask in masks])
+    counts_PRL = jnp.pad(counts_PRL, ((0, 0), (0, 0), (0, -sequence_length % width)))
+    return counts_PRL.reshape(*counts_PRL.shape[:2], -1, width).sum(axis=-1, dtype=jnp.int32)
