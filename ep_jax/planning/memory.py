@@ -1,0 +1,302 @@
+"""Bytes of one GPU: training state, gradients, activations under the remat policy, send and receive buffers.
+
+Letters: T tokens of a GPU and microbatch, c bytes of the compute type, L tokens of a row, D model width, H routed
+width, F expert hidden width, E experts, S ep shards, K choices, q / kv width of all query / key-value heads, U hidden
+width of all shared experts, V vocabulary, W waves, n layers of a scanned block, B blocks.
+
+State, exact: master weights float32 (4 bytes a parameter on the GPU), gradients float32 (4; 8 with accumulation, the
+sum and the current ones), optimizer float32 (AdamW 8; Muon 4 for dense and expert matrices, 8 for the rest).
+Published stacks count bfloat16 weights and gradients beside float32 masters and moments: 2 + 2 + 4 + 8 = 16 bytes for
+AdamW, 2 + 2 + 4 + 4 = 12 for Muon; the sums happen to be equal, see `published_bytes_per_parameter`.
+
+Activations of a layer, what its backward pass reads:
+
+    attention   2*T*D*c + 3*T*q*c + 3*T*kv*c + scores    scores: the mask T*L*c with cudnn; xla keeps probabilities
+                                                         2*T*heads*L*4, or of one block of 512 queries where it can
+    router      3*T*E*4
+    latent      2*T*H*c + T*H*c                          rows before and after their norm; combined rows
+    shared      3*T*U*c
+    residual    2*T*D*c                                  normed input of the MoE, its output
+    routed      W * (sent + received + experts + back + returned), experts = rows*(2*H + 3*F)*c; rows by `wave_rows`
+
+Rows grouped by expert without fixed places (ragged, rowwise, ring, dense, receive = pool) go through
+`jax.lax.ragged_dot`, which XLA lowers, unless a kernel replaces it, to products over all experts of the wave:
+experts*rows*(H + 3*F)*c more while one wave is worked on (`ragged_dot`). It is often the largest number of a plan.
+
+Remat keeps: none - all of it and the gathered weights of every layer; full - T*D*c a block; exchanges - that, and of
+each layer what arrived by the two exchanges (received + returned) and the plan's integers. The backward pass of a block
+holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus cotangents as large as the
+largest part of one layer, plus `ragged_dot`.
+
+Peak = state + gradients + the largest of
+    backward    kept + working set of a block + its gathered weights + the largest weight gradient, (c + 4) an element
+    loss        kept + 2*chunk*V*4 + 2*T*D*c + V*D*(c + 8)      logits and their gradient; head,
+                                                               a float32 copy, its gradient
+    optimizer   largest leaf, all blocks of it on the GPU, times 8 (AdamW) or 8 + 3*width of muon_dtype (Muon)
+
+Not here: what XLA fuses away or keeps on top, NCCL's and CUDA's own memory, fragmentation. Tests compare state with
+compiled programs exactly and temporaries within a factor of 2; peaks measured on H200 lay 7 to 8 % below the plan.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from ep_jax.ep.agreed import Receivers
+from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.fixed_cell import FixedCell
+from ep_jax.ep.payload import header_rows
+from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.ragged import Ragged
+from ep_jax.ep.settings import EPConfig
+from ep_jax.model.attention import QUERY_BLOCK
+from ep_jax.model.config import ModelConfig
+from ep_jax.optimizer import MUON_KINDS
+from ep_jax.planning.sizes import FLOAT32, INT32, ITEMSIZE, LAYER_KINDS, Parameter, Sizes
+
+MEASURED_FACTOR = 2.0  # tests: temporaries of compiled programs lie within this factor of `Memory.temporaries`
+
+
+class WaveRows(NamedTuple):
+    """Rows of routed width in the buffers of one wave, headers included."""
+
+    sent: int  # written by the sender for the exchange
+    received: int  # what arrives
+    experts: int  # what the experts compute on, filled or not
+    back: int  # written for the exchange back
+    returned: int  # what arrives from it
+    waves: int
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Bytes that live through the whole run on one GPU."""
+
+    weights: int
+    optimizer: int
+    rest: int  # router bias, counts, random key
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU; peak = state + gradients + kept + the largest phase."""
+
+    state: State
+    gradients: int
+    kept: int  # activations between the forward and the backward pass of a block
+    backward: int
+    loss: int
+    optimizer_step: int
+    layer: dict[str, int]  # activations of one layer by part
+    kept_layer: int  # of `kept`, per layer
+    ragged_dot: int  # of `backward`, for rows without fixed places
+    wave: dict[str, int]  # buffers of one wave
+
+    @property
+    def temporaries(self) -> int:
+        return self.gradients + max(self.kept + self.backward, self.kept + self.loss, self.optimizer_step)
+
+    @property
+    def peak(self) -> int:
+        return self.state.total + self.temporaries
+
+
+def memory(sizes: Sizes) -> Memory:
+    """The memory of a training step."""
+    layer = layer_activations(sizes)
+    kept_layer = _kept_of_layer(sizes, layer)
+    model = sizes.config.model
+    return Memory(
+        state=state(sizes),
+        gradients=sizes.local_elements() * FLOAT32 * (1 if sizes.microbatches == 1 else 2),
+        kept=_kept(sizes, kept_layer),
+        backward=_backward(sizes, layer, kept_layer),
+        loss=_loss(sizes),
+        optimizer_step=_optimizer_step(sizes),
+        layer=layer,
+        kept_layer=kept_layer + sizes.tokens * model.model_dim * sizes.itemsize // model.global_every,
+        ragged_dot=ragged_dot(sizes),
+        wave=wave_buffers(sizes),
+    )
+
+
+def state(sizes: Sizes) -> State:
+    """The training state, exact: arguments of the compiled step but for the batch."""
+    config, muon = sizes.config, sizes.config.optimizer.name == "muon"
+    moments = sum(
+        p.copies * p.local_elements(config.mesh) * optimizer_bytes(p.kind, config.optimizer.name)
+        for p in sizes.parameters
+    )
+    counts = 4 if muon else 2  # of Adam, of Muon, and of each one's schedule
+    scalars = (counts + 1) * INT32 + 2 * INT32  # with the step; two words of random key
+    bias = config.model.num_layers * config.router.num_experts * FLOAT32
+    return State(sizes.local_elements() * FLOAT32, moments, bias + scalars)
+
+
+def optimizer_bytes(kind: str, optimizer: str) -> int:
+    """Optimizer state of a parameter in bytes: one float32 for Muon's matrices, two for what Adam updates."""
+    return FLOAT32 if optimizer == "muon" and kind in MUON_KINDS else 2 * FLOAT32
+
+
+def published_bytes_per_parameter(optimizer: str) -> int:
+    """State of a matrix parameter as published stacks count it: bfloat16 weight and gradient, the rest float32."""
+    return 2 + 2 + FLOAT32 + optimizer_bytes("dense", optimizer)
+
+
+def bytes_per_parameter(optimizer: str) -> int:
+    """State of a matrix parameter here: float32 master, float32 gradient, optimizer."""
+    return FLOAT32 + FLOAT32 + optimizer_bytes("dense", optimizer)
+
+
+def batch_bytes(sizes: Sizes) -> int:
+    """The step's batch on one GPU: four int32 and one bool a token."""
+    return sizes.microbatches * sizes.tokens * (4 * INT32 + 1)
+
+
+def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
+    """Rows of every buffer of one wave by transport; `rowwise` as if written one-sided, without its emulation."""
+    shards, tokens = shape.num_shards, shape.tokens
+    if settings.transport == "pooled_wave":
+        transport = PooledWave(settings, shape)
+        slots, held = transport.pool_rows, shape.local_experts * transport.expert_rows
+        there = shards * (slots + header_rows(slots, shape.local_experts, width))
+        back = shards * (slots + header_rows(slots, 1, width))
+        experts = min(held, shards * slots) if settings.receive == "pool" else held
+        return WaveRows(there, there, experts, back, back, settings.waves)
+    if settings.transport == "fixed_cell":
+        rows = shape.num_experts * FixedCell(settings, shape).cell_rows
+        return WaveRows(rows, rows, rows, rows, rows, settings.waves)
+    if settings.transport == "dense":
+        return WaveRows(0, 0, shape.assignments, 0, shape.assignments, 1)
+    receivers = Receivers(settings, shape)
+    held = receivers.rows(0)
+    if settings.transport == "ring":
+        return WaveRows(tokens, shards * tokens, held, shards * tokens, tokens, 1)
+    here = Ragged(settings, shape).sender_rows() if settings.transport == "ragged" else 0
+    return WaveRows(here, held, held, held, here or shape.assignments, receivers.waves)
+
+
+def wave_buffers(sizes: Sizes) -> dict[str, int]:
+    """Bytes of one wave's buffers, and of the experts' work on it."""
+    model = sizes.config.model
+    rows = wave_rows(sizes.config.ep, sizes.shape, model.latent_dim)
+    row_bytes = model.latent_dim * sizes.itemsize
+    return {
+        "sent": rows.sent * row_bytes,
+        "received": rows.received * row_bytes,
+        "expert input": rows.experts * row_bytes,
+        "expert hidden": rows.experts * 3 * model.expert_hidden_dim * sizes.itemsize,
+        "expert output": rows.experts * row_bytes,
+        "sent back": rows.back * row_bytes,
+        "returned": rows.returned * row_bytes,
+    }
+
+
+def layer_activations(sizes: Sizes) -> dict[str, int]:
+    """Bytes that the backward pass of one layer reads, by part; the formulas are in the module header."""
+    model, T, c = sizes.config.model, sizes.tokens, sizes.itemsize
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    waves = wave_rows(sizes.config.ep, sizes.shape, model.latent_dim).waves
+    return {
+        "attention": T * c * (2 * model.model_dim + 3 * q + 3 * kv) + _scores(sizes),
+        "router": 3 * T * sizes.config.router.num_experts * FLOAT32,
+        "latent": 3 * T * model.latent_dim * c,
+        "shared": 3 * T * model.num_shared_experts * model.shared_hidden_dim * c,
+        "residual": 2 * T * model.model_dim * c,
+        "routed": waves * sum(wave_buffers(sizes).values()),
+    }
+
+
+def ragged_dot(sizes: Sizes) -> int:
+    """Bytes of the products over all experts that XLA makes of one wave's ragged matmuls; 0 for rows R apart."""
+    settings, shape, model = sizes.config.ep, sizes.shape, sizes.config.model
+    if settings.transport == "fixed_cell" or (settings.transport == "pooled_wave" and settings.receive == "expert"):
+        return 0
+    experts = {"dense": shape.num_experts, "pooled_wave": shape.local_experts}.get(settings.transport)
+    if experts is None:
+        experts = Receivers(settings, shape).group
+    rows = wave_rows(settings, shape, model.latent_dim).experts
+    return experts * rows * (model.latent_dim + 3 * model.expert_hidden_dim) * sizes.itemsize
+
+
+def uses_cudnn(model: ModelConfig) -> bool:
+    """Whether attention runs in cuDNN on a GPU."""
+    fits = model.head_dim % 8 == 0 and model.head_dim <= 128 and model.compute_dtype == "bfloat16"
+    return model.attention == "cudnn" or (model.attention == "auto" and fits)
+
+
+def _scores(sizes: Sizes) -> int:
+    model, length = sizes.config.model, sizes.config.data.sequence_length
+    if uses_cudnn(model):
+        return sizes.tokens * length * sizes.itemsize
+    if length <= QUERY_BLOCK or length % QUERY_BLOCK:
+        return 2 * sizes.tokens * model.num_heads * length * FLOAT32
+    return 2 * sizes.tokens // length * QUERY_BLOCK * model.num_heads * length * FLOAT32
+
+
+def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
+    """Bytes of one layer kept between the passes, without the input of its block."""
+    policy = sizes.config.model.remat
+    if policy == "none":
+        return sum(layer.values()) + _gathered_weights(sizes)
+    if policy == "full":
+        return 0
+    rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
+    row_bytes = sizes.config.model.latent_dim * sizes.itemsize
+    exchanged = rows.received + (0 if sizes.config.ep.transport == "dense" else rows.returned)
+    plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
+    return rows.waves * exchanged * row_bytes + plan * INT32
+
+
+def _kept(sizes: Sizes, kept_layer: int) -> int:
+    model = sizes.config.model
+    return model.num_blocks * sizes.tokens * model.model_dim * sizes.itemsize + model.num_layers * kept_layer
+
+
+def _backward(sizes: Sizes, layer: dict[str, int], kept_layer: int) -> int:
+    """Working set of one block's backward pass beside what was kept."""
+    model = sizes.config.model
+    waves = wave_rows(sizes.config.ep, sizes.shape, model.latent_dim).waves
+    cotangents = max(layer["attention"], layer["routed"] // waves, layer["shared"])
+    gradient = max(_gathered(sizes, p) for p in sizes.parameters if p.kind in LAYER_KINDS)
+    gradient = gradient * (sizes.itemsize + FLOAT32) + ragged_dot(sizes)
+    if model.remat == "none":
+        return cotangents + gradient
+    again = max(0, sum(layer.values()) - kept_layer) + _gathered_weights(sizes)
+    return model.global_every * again + cotangents + gradient
+
+
+def _gathered(sizes: Sizes, p: Parameter) -> int:
+    """Elements of a parameter as the matmul reads it; under `dense` the experts of all ep shards."""
+    everywhere = sizes.config.mesh.ep if p.routed and sizes.config.ep.transport == "dense" else 1
+    return p.gathered_elements(sizes.config.mesh) * everywhere
+
+
+def gathered_layer_elements(sizes: Sizes, *, routed: bool) -> int:
+    """Elements of one layer's weights, routed or dense, that a GPU holds while it computes the layer."""
+    layered = [p for p in sizes.parameters if p.kind in LAYER_KINDS and p.routed == routed]
+    return sum(_gathered(sizes, p) for p in layered)
+
+
+def _gathered_weights(sizes: Sizes) -> int:
+    elements = gathered_layer_elements(sizes, routed=True) + gathered_layer_elements(sizes, routed=False)
+    return elements * sizes.itemsize
+
+
+def _loss(sizes: Sizes) -> int:
+    model = sizes.config.model
+    chunk = min(model.loss_chunk_tokens or sizes.tokens, sizes.tokens)
+    head = model.vocab_size * model.model_dim * (sizes.itemsize + 2 * FLOAT32)
+    return 2 * chunk * model.vocab_size * FLOAT32 + 2 * sizes.tokens * model.model_dim * sizes.itemsize + head
+
+
+def _optimizer_step(sizes: Sizes) -> int:
+    config = sizes.config
+    leaf = max(p.local_elements(config.mesh) * -(-p.copies // config.model.global_every) for p in sizes.parameters)
+    work = 2 * FLOAT32
+    if config.optimizer.name == "muon":
+        work += 3 * ITEMSIZE[config.optimizer.muon_dtype]
+    return leaf * work
