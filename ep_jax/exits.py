@@ -16,6 +16,7 @@ NON_FINITE = 3  # loss or a gradient became NaN or infinite; the last good state
 CHECKPOINT_FAILED = 4  # a checkpoint could not be written; the run stopped instead of going on unsaved
 INTERRUPTED = 5  # SIGTERM: the last completed step was saved; the same command resumes there
 NO_RENDEZVOUS = 6  # the other processes of the run did not come in time (distributed.py)
+MEMBERS_FAILED = 7  # a sweep went through, but some of its members failed, were refused or are not finished
 
 
 def run_main(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> NoReturn:

@@ -53,6 +53,8 @@ class Loop:
     def run(self) -> int:
         """Returns the exit code; DONE means that the last step is done and saved. Raises CheckpointError."""
         config, first_step = self.config, self.start.step
+        if first_step >= config.train.steps:  # a run that ended in its final evaluation: only the report is missing
+            return exits.DONE
         self.owed = self._held_out() if self.start.owes_evaluation else None
         with contextlib.ExitStack() as stack:
             batches = self.stream.from_step(first_step)

@@ -38,6 +38,7 @@ def train(config: RunConfig, termination: TerminationRequest) -> int:
     from ep_jax.evaluation import Evaluator, comparison
     from ep_jax.loop import Loop, Start
     from ep_jax.metrics import drop_table, short_time
+    from ep_jax.report import SUMMARY_FILE
     from ep_jax.step import init_state, restore_state
     from ep_jax.trackers import check_packages
 
@@ -66,7 +67,7 @@ def train(config: RunConfig, termination: TerminationRequest) -> int:
         beginning = Start(init_state(config, mesh), 0, {}, position)
     else:
         metadata = checked_metadata(point, position, runtime)
-        if point.step >= config.train.steps:
+        if point.step >= config.train.steps and (config.folder / SUMMARY_FILE).exists():
             say(f"nothing to do: {point.path} is at step {point.step} of {config.train.steps}")
             return exits.DONE
         state, owes = restore_state(config, mesh, point), metadata.get("owes_evaluation", False)

@@ -7,7 +7,8 @@ Records the routes of held-out rows (the router's bias as trained, nothing dropp
 shuffled and in document order, and replays them through the protocol's own plan functions (`ep_jax.ep.simulate`). Bytes
 are those of a width-3072 bfloat16 row off the shard, dispatch and return, forward; `pooled_wave` at 1.15 / 1.15 is the
 unit. Pre-mix pays for its own exchange with a smaller sender pool, so that every row of the table moves the same bytes
-or fewer. Writes OUT.json and OUT.png; the verdict is in experiments/LOG.md.
+or fewer; the rows "on top" keep the factor and say what that costs, beside a larger pool of the same bytes. Writes
+OUT.json and OUT.png; the verdict is in experiments/LOG.md.
 """
 
 import argparse
@@ -34,6 +35,9 @@ POLICIES: dict[str, dict] = {
     "pre-mix 8, position": dict(order="position", premix=8),
     "pre-mix 4, position, pooled": dict(order="position", premix=4, receive="pool"),
     "pre-mix 8, position, pooled": dict(order="position", premix=8, receive="pool"),
+    "pre-mix 4 on top": dict(order="position", premix=4, sender_factor=1.15),
+    "pre-mix 4 on top, pooled": dict(order="position", premix=4, receive="pool", sender_factor=1.15),
+    "sender 1.25, position, pooled": dict(order="position", receive="pool", sender_factor=1.25),
     "fixed cells": dict(transport="fixed_cell"),
     "ragged, tail": dict(transport="ragged", agreed="tail"),
     "ragged, round robin": dict(transport="ragged"),
@@ -119,7 +123,7 @@ def equal_bytes(policy: dict, choices: int, shards: int) -> tuple[dict, float]:
     away = choices * (shards - 1) / shards  # assignments that leave their shard, per token, at factor 1
     premix = settings.get("premix", 1)
     rows = (premix - 1) / premix * (1 + 4 * choices / WIDTH_BYTES)  # a row each way; ids and weights one way
-    if premix > 1:
+    if premix > 1 and "sender_factor" not in policy:
         settings["sender_factor"] = round(BASE["sender_factor"] - rows / away, 4)
     if settings["transport"] == "ragged":
         return settings, 1 / BASE["sender_factor"]  # only rows that exist travel

@@ -6,6 +6,7 @@ in ARCHITECTURE.md; `ep_jax.ep.reference` is the same in plain NumPy loops.
 
 from ep_jax.ep.drops import DropReport, LocalDrops
 from ep_jax.ep.layer import routed_experts, routed_experts_local
+from ep_jax.ep.routes import check_routes
 from ep_jax.ep.settings import EPConfig
 
-__all__ = ["DropReport", "EPConfig", "LocalDrops", "routed_experts", "routed_experts_local"]
+__all__ = ["DropReport", "EPConfig", "LocalDrops", "check_routes", "routed_experts", "routed_experts_local"]

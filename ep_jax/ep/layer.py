@@ -26,7 +26,7 @@ from ep_jax.ep.premix import mix, unmix
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.ring import Ring
-from ep_jax.ep.routes import Routes
+from ep_jax.ep.routes import Routes, check_routes
 from ep_jax.ep.rowwise import Rowwise
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
@@ -198,7 +198,8 @@ def routed_experts(
         settings: transport, capacity factors and policies.
 
     Returns: combined rows [T, H] in the rows' dtype, and the DropReport. Arrays are placed on the mesh when they are
-    not yet. Raises ConfigError for shapes that do not fit the mesh or each other.
+    not yet. Raises ConfigError for shapes that do not fit the mesh or each other and, outside jit, for ids of a valid
+    token that are repeated or out of range (`check_routes`).
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
     _check_call(
@@ -258,3 +259,10 @@ def _check_call(
             raise ConfigError(f"{name} is {array.dtype}: expected {jnp.dtype(dtype)}")
     if choices > experts:
         raise ConfigError(f"expert_ids_TK has {choices} choices per token: at most {experts} experts")
+    if all(_on_this_host(array) for array in (ids_TK, valid_T)):
+        check_routes(ids_TK, valid_T, experts)
+
+
+def _on_this_host(array: Any) -> bool:
+    """Whether the values can be looked at: not being traced, and no part on another process's devices."""
+    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)

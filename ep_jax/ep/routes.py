@@ -7,6 +7,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from ep_jax.fields import ConfigError
 
 
 @jax.tree_util.register_dataclass
@@ -30,3 +33,21 @@ class Routes:
     def valid_ids_TK(self) -> jax.Array:
         """Expert ids with -1 at invalid tokens."""
         return jnp.where(self.valid_T[..., None], self.expert_ids_TK, -1)
+
+
+def check_routes(expert_ids_TK: jax.typing.ArrayLike, valid_T: jax.typing.ArrayLike, num_experts: int) -> None:
+    """Raises ConfigError unless the ids of every valid token are distinct and from 0 to num_experts - 1.
+
+    For values on the host or on this process's devices. Inside jit nothing can be checked: a router's own ids are right
+    by construction, and ids out of range there are undefined.
+    """
+    ids_TK, valid_T = np.asarray(expert_ids_TK), np.asarray(valid_T)
+    sorted_TK = np.sort(ids_TK, axis=1)
+    outside_T = (sorted_TK[:, 0] < 0) | (sorted_TK[:, -1] >= num_experts)
+    repeated_T = (sorted_TK[:, 1:] == sorted_TK[:, :-1]).any(axis=1)
+    bad = np.flatnonzero(valid_T & (outside_T | repeated_T))
+    if bad.size:
+        raise ConfigError(
+            f"expert_ids_TK of token {bad[0]} = {ids_TK[bad[0]].tolist()}: allowed are distinct ids from 0 to "
+            f"{num_experts - 1}"
+        )

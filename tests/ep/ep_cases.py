@@ -21,6 +21,7 @@ from ep_jax.ep.reference import INVALID, KEPT, RECEIVER, SENDER, Policy
 from ep_jax.mesh import MeshConfig, make_mesh
 
 NUM_DEVICES = 8
+QUICK = {"xla_backend_optimization_level": 0}  # LLVM's optimisations take longer than all else here; XLA's own stay
 MESHES = ((1, 1, 8), (1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 2, 2))
 GRADIENTS = ("rows", "extra_weights", "w_router", "w_gate_up", "w_down")
 
@@ -150,19 +151,26 @@ def layer(settings: EPConfig, mesh, sequence_length: int):
 
 
 def program(settings: EPConfig, mesh, sequence_length: int):
-    """Jitted (problem arrays) -> ((loss, (out, DropReport)), gradients of the first five).
-
-    LLVM's optimisations are off: they take longer than everything else here. XLA's own are on.
-    """
+    """Jitted (problem arrays) -> ((loss, (out, DropReport)), gradients of the first five)."""
     step = jax.value_and_grad(layer(settings, mesh, sequence_length), argnums=tuple(range(5)), has_aux=True)
-    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(step, compiler_options=QUICK)
 
 
 # --- the oracle -------------------------------------------------------------------------------------------------------
 
 
 def policy_of(settings: EPConfig) -> Policy:
-    names = ("transport", "sender_factor", "receiver_factor", "order", "receive", "agreed", "waves", "rescale")
+    names = (
+        "transport",
+        "sender_factor",
+        "receiver_factor",
+        "order",
+        "receive",
+        "agreed",
+        "waves",
+        "rescale",
+        "premix",
+    )
     return Policy(**{name: getattr(settings, name) for name in names})
 
 

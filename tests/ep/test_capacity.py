@@ -14,6 +14,7 @@ from ep_jax.ep.capacity import (
     INT32_LIMIT,
     Capacity,
     LayerShape,
+    cell,
     destination_rows,
     expert_rows,
     sender_pool,
@@ -73,6 +74,9 @@ def test_every_capacity_is_the_oracles(sender, receiver, shape, waves, data):
     assert pool_rows == reference.sender_pool(sizes, policy, shape.tokens)
     rows = expert_rows(receiver, shape, waves, pool_rows)
     assert rows.static_rows(everybody) == reference.expert_rows(sizes, policy, everybody)
+    slots = cell(sender, shape, waves)
+    assert slots.static_rows(shape.tokens) == reference.cell(sizes, policy, shape.tokens)
+    assert slots.static_rows(shape.tokens) <= -(-shape.tokens // waves)
     in_wave = data.draw(st.integers(1, shape.local_experts))
     arrivals = destination_rows(receiver, shape, in_wave)
     assert arrivals.static_rows(everybody) == reference.destination_pool(sizes, policy, everybody, in_wave)
@@ -81,6 +85,7 @@ def test_every_capacity_is_the_oracles(sender, receiver, shape, waves, data):
     for valid in data.draw(st.lists(st.integers(0, shape.tokens), min_size=3, max_size=3)):
         most = -(-valid * shape.most_per_destination // waves)
         assert logical(pool, [valid]) == [at_most(reference.sender_pool(sizes, policy, valid), most)]
+        assert logical(slots, [valid]) == [at_most(reference.cell(sizes, policy, valid), -(-valid // waves))]
     for valid in data.draw(st.lists(st.integers(0, everybody), min_size=3, max_size=3)):
         assert logical(rows, [valid]) == [at_most(reference.expert_rows(sizes, policy, valid), valid)]
         most = valid * min(shape.experts_per_token, in_wave)
@@ -145,6 +150,9 @@ def test_buffers_never_exceed_the_worst_case(factor):
     assert (pooled.pool_rows, pooled.expert_rows) == (8, 16)
     ragged = make_transport(settings(transport="ragged"), shape)
     assert (ragged.sender_rows(), ragged.receivers.rows(0)) == (16, 16)
+    assert make_transport(settings(transport="fixed_cell"), shape).cell_rows == 8
+    for transport in ("rowwise", "ring"):
+        assert make_transport(settings(transport=transport), shape).receivers.rows(0) == 16
 
 
 def test_a_large_factor_drops_nothing_in_any_wave():
@@ -159,17 +167,20 @@ def test_a_large_factor_drops_nothing_in_any_wave():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["pooled_wave", "ragged"])
+@pytest.mark.parametrize("transport", ["pooled_wave", "fixed_cell", "ragged", "rowwise", "ring"])
 def test_factors_that_overflow_are_refused(transport):
     # 1.1234567 is 11234567 / 10000000; K/S = 2/8 leaves a product far above 2^31.
-    key = "sender_factor" if transport == "pooled_wave" else "receiver_factor"
+    key = "sender_factor" if transport in ("pooled_wave", "fixed_cell") else "receiver_factor"
     settings = EPConfig(transport=transport, **{key: 1.1234567})
     with pytest.raises(ConfigError, match=rf"ep\.{key} = 1\.1234567: .* overflows int32; .* fewer decimals"):
         plan_buffers(make_transport(settings, LayerShape(8, 16, 2, 16)))
 
 
 def plan_buffers(transport):
-    return transport.pool_rows if hasattr(transport, "pool_rows") else transport.receivers.rows(0)
+    for name in ("pool_rows", "cell_rows"):
+        if hasattr(transport, name):
+            return getattr(transport, name)
+    return transport.receivers.rows(0)
 
 
 def test_the_limit_of_overflow_is_exact():

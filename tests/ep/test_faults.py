@@ -1,19 +1,20 @@
 """Faults that other expert-parallel layers had: padding that takes slots, counts in bfloat16, sums in bfloat16, shapes
 that are cut to fit. Each test fails if ours has them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep_jax.ep import EPConfig, routed_experts
+from ep_jax.ep import EPConfig, check_routes, routed_experts
 from ep_jax.ep.reference import INVALID, RECEIVER, SENDER
 from ep_jax.ep.rows import combine_rows, move_rows
+from ep_jax.ep.settings import TRANSPORTS
 from ep_jax.fields import ConfigError
 from tests.ep import ep_cases
 from tests.ep.ep_cases import Sizes, mesh_of, problem
-
-TRANSPORTS = ("pooled_wave", "ragged", "dense")
 
 
 def layer(rows, ids, weights, valid, w_gate_up, w_down, *, mesh=(1, 1, 8), sequence_length=8, **settings):
@@ -44,7 +45,7 @@ def test_padding_changes_nothing_whatever_it_contains(transport):
     sizes = Sizes(tokens=16, sequence_length=16, choices=2, experts=8)
     given = problem(ep_cases.uniform, sizes)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=ep_cases.QUICK)
     def run(rows, weights, w_gate_up, w_down, ids, valid, d_out):
         def loss(rows, weights, w_gate_up, w_down):
             out, report = layer(
@@ -94,7 +95,8 @@ def test_drops_carry_the_name_of_their_stage(sender, receiver, clean):
     sizes = Sizes(choices=2, experts=8)
     given = problem(ep_cases.uniform, sizes)
     arguments = (given.rows, given.ids, given.extra_weights, given.valid, given.w_gate_up, given.w_down)
-    run = jax.jit(lambda *arguments: layer(*arguments, sender_factor=sender, receiver_factor=receiver)[1])
+    quick = functools.partial(jax.jit, compiler_options=ep_cases.QUICK)
+    run = quick(lambda *arguments: layer(*arguments, sender_factor=sender, receiver_factor=receiver)[1])
     report = run(*arguments)
     counts = {SENDER: int(report.sender), RECEIVER: int(report.receiver)}
     assert counts.pop(clean) == 0
@@ -163,6 +165,7 @@ def good_call(tokens=128, choices=2, experts=8, width=8, hidden=6):
 @pytest.mark.parametrize(
     ("call", "mesh", "message"),
     [
+        (good_call() | {"premix": 3}, (1, 1, 8), r"ep.premix = 3: must divide the mesh's ep = 8"),
         (good_call(experts=6), (1, 2, 4), r"6 experts: .* ep = 4"),
         (good_call(tokens=120), (1, 1, 8), r"120 tokens: a multiple of 8 shards x sequence_length 8"),
         (good_call(choices=3, experts=2), (1, 4, 2), r"3 choices per token: at most 2 experts"),
@@ -178,6 +181,19 @@ def test_shapes_that_do_not_fit_are_refused_in_one_line(call, mesh, message):
     with pytest.raises(ConfigError, match=message) as error:
         layer(**call, mesh=mesh)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("row", [[0, 8], [-1, 0], [3, 3]])
+def test_ids_that_no_expert_has_are_refused(row):
+    call = good_call()
+    call["ids"] = call["ids"].at[17].set(jnp.array(row))
+    with pytest.raises(ConfigError, match=r"expert_ids_TK of token 17 = \[.*\]: allowed are distinct ids from 0 to 7"):
+        layer(**call)
+    # An invalid token's ids are never looked at, and inside jit nobody can look.
+    call["valid"] = call["valid"].at[17].set(False)
+    check_routes(call["ids"], call["valid"], 8)
+    with pytest.raises(ConfigError, match="token 17"):
+        check_routes(np.asarray(call["ids"]), np.ones(128, bool), 8)
 
 
 def test_a_mesh_without_ep_is_refused():

@@ -1,7 +1,6 @@
-"""The integer plans of every transport against the oracle, for 64 shards at once.
+"""The parts of plans: ranks, agreements, ids in header lanes, and the emulation of the ragged exchange.
 
-Plan functions have no collectives, so 64 shards are a `vmap` with the exchange as a transpose; the transports
-themselves run under a named `vmap` axis. Every row is then where the oracle says, to the row.
+Whole plans are tested for 64 shards in `test_shards64`.
 """
 
 import bisect
@@ -13,20 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax import lax
 
-from ep_jax.ep import EPConfig, payload, ragged, ranking, reference
-from ep_jax.ep.agreement import fill, round_robin
-from ep_jax.ep.capacity import LayerShape
-from ep_jax.ep.layer import make_transport
-from ep_jax.ep.pooled_wave import plan_receiver, plan_sender
+from ep_jax.ep import payload, ragged, ranking, reference
+from ep_jax.ep.agreement import AGREED, fill
 from ep_jax.ep.ranking import count_groups, from_rank_order, invert, rank_in_group, to_rank_order
-from ep_jax.ep.reference import KEPT, RECEIVER, SENDER
-from ep_jax.ep.routes import Routes
 from tests.ep import ep_cases
 
 SEEDS = st.integers(0, 2**31)
-FILL, ROUND_ROBIN = jax.jit(fill), jax.jit(jax.vmap(round_robin))
+FILL, AGREEMENTS = jax.jit(fill), {name: jax.jit(keep) for name, keep in AGREED.items()}
 
 # --- ranks and inverses -----------------------------------------------------------------------------------------------
 
@@ -66,7 +59,7 @@ def test_invert(spare, seed):
     assert index.tolist() == [list(place).index(p) if p in place else -1 for p in range(size + spare)]
 
 
-@pytest.mark.parametrize("order", ["sequence", "position"])
+@pytest.mark.parametrize("order", ["sequence", "position", "choice"])
 def test_rank_order_is_the_oracles(order):
     tokens, choices, length = 12, 2, 4
     flat = jnp.arange(tokens * choices, dtype=jnp.int32).reshape(tokens, choices)
@@ -109,13 +102,14 @@ def test_bisection_is_the_oracles_fill(demand, pool):
     assert fill_by_bisection(demand, pool) == reference.fill(demand, pool)
 
 
+@pytest.mark.parametrize("policy", AGREED)
 @hypothesis.given(seed=SEEDS)
-def test_round_robin(seed):
+def test_agreed_rows_are_the_oracles(policy, seed):
     rng = np.random.default_rng(seed)
     counts, pool = rng.integers(0, 9, (5, 4, 3)), rng.integers(0, 60, 5)
     counts[0, :, 1] = 0
-    kept = ROUND_ROBIN(jnp.asarray(counts, jnp.int32), jnp.asarray(pool, jnp.int32))
-    wanted = [reference.round_robin(c.T.tolist(), p) for c, p in zip(counts, pool.tolist(), strict=True)]
+    kept = AGREEMENTS[policy](jnp.asarray(counts, jnp.int32), jnp.asarray(pool, jnp.int32))
+    wanted = [reference.AGREEMENTS[policy](c.T.tolist(), p) for c, p in zip(counts, pool.tolist(), strict=True)]
     assert kept.swapaxes(1, 2).tolist() == wanted
 
 
@@ -149,146 +143,6 @@ def check_payload(local_experts):
 def test_digits_are_few_and_exact():
     assert [payload.lanes_per_slot(largest) for largest in (1, 255, 256, 65535, 65536)] == [1, 1, 2, 2, 3]
     assert payload.header_rows(slots=4711, largest=8, width=512) == 10
-
-
-# --- pooled_wave: 64 shards, the exchange is a transpose --------------------------------------------------------------
-
-SHARDS, TOKENS, LENGTH = 64, 8, 4
-POOLED = [
-    dict(waves=1, order="sequence", sender_factor=0.8, receiver_factor=0.8),
-    dict(waves=3, order="position", sender_factor=1.0, receiver_factor=0.6),
-    dict(waves=2, order="position", sender_factor=1000.0, receiver_factor=1000.0),
-]
-RAGGED = [dict(waves=waves, updates_per_cell=n, receiver_factor=f) for waves, n, f in [(1, 1, 0.8), (2, 3, 1.0)]]
-SHAPES = [LayerShape(SHARDS, 3 * SHARDS, 2, TOKENS), LayerShape(SHARDS, SHARDS, 1, TOKENS)]
-
-
-def draw_routes(seed, shape):
-    """Skewed ids [S,T,K] and valid [S,T]; one shard has no valid token."""
-    rng = np.random.default_rng(seed)
-    scores = (
-        rng.gumbel(size=(shape.num_shards, shape.tokens, shape.num_experts)) + rng.gumbel(size=shape.num_experts) * 2
-    )
-    ids = np.argsort(-scores, axis=-1)[..., : shape.experts_per_token].astype(np.int32)
-    valid = rng.random((shape.num_shards, shape.tokens)) < 0.8
-    valid[5] = False
-    return ids, valid
-
-
-def oracle_fates(ids, valid, shape, settings):
-    return reference.fates(
-        ids,
-        np.ones(ids.shape),
-        valid,
-        num_experts=shape.num_experts,
-        sequence_length=LENGTH,
-        policy=ep_cases.policy_of(settings),
-    )
-
-
-def routes_of(ids_TK, valid_T, group_valid) -> Routes:
-    return Routes(ids_TK, jnp.ones(ids_TK.shape), valid_T, group_valid, LENGTH)
-
-
-@functools.cache
-def pooled_plans(shape, settings):
-    """(ids [S,T,K], valid [S,T]) -> (place [S,T,K], row of every slot [source, W, destination, P]), jitted."""
-    transport = make_transport(settings, shape)
-    waves, slots, local = transport.waves, transport.pool_rows, shape.local_experts
-
-    def plans(ids, valid):
-        total = jnp.sum(valid, dtype=jnp.int32)
-
-        def sender(ids_TK, valid_T):
-            routes = routes_of(ids_TK, valid_T, total)
-            return plan_sender(routes, shape, transport.pool, settings.order, waves)
-
-        place, _, local_id = jax.vmap(sender)(ids, valid)
-        sent = local_id.reshape(shape.num_shards, waves, shape.num_shards, slots)
-        limit = transport.receiver.logical_rows(total)
-        receive = functools.partial(plan_receiver, limit=limit, rows=transport.expert_rows, local_experts=local)
-        arrival = jax.vmap(jax.vmap(receive))(sent.transpose(2, 1, 0, 3))  # [destination, W] of [source, P]
-        return place, arrival.row_SP.transpose(2, 1, 0, 3)
-
-    return jax.jit(plans)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=["e3", "e1"])
-@pytest.mark.parametrize("options", POOLED, ids=lambda options: f"W{options['waves']}")
-@hypothesis.settings(max_examples=5)
-@hypothesis.given(seed=SEEDS)
-def test_pooled_plans_are_the_oracles(shape, options, seed):
-    settings = EPConfig(**options)
-    slots = make_transport(settings, shape).pool_rows
-    ids, valid = draw_routes(seed, shape)
-    place, row_of_slot = map(np.asarray, pooled_plans(shape, settings)(ids, valid))
-    wanted = oracle_fates(ids, valid, shape, settings)
-
-    sent = place >= 0
-    np.testing.assert_array_equal(sent, (wanted.fate == KEPT) | (wanted.fate == RECEIVER))
-    wave, destination, slot = np.unravel_index(np.where(sent, place, 0), (settings.waves, SHARDS, slots))
-    for found, name in ((wave, "wave"), (destination, "destination"), (slot, "slot")):
-        np.testing.assert_array_equal(np.where(sent, found, -1), getattr(wanted, name), err_msg=name)
-    source = np.arange(SHARDS)[:, None, None]
-    row = np.where(sent, row_of_slot[source, wave, destination, slot], -1)
-    np.testing.assert_array_equal(row, wanted.row)
-    if settings.sender_factor == 1000.0:
-        assert not np.isin(wanted.fate, (SENDER, RECEIVER)).any()
-    elif shape.experts_per_token > 1:
-        assert {SENDER, RECEIVER} <= set(wanted.fate.reshape(-1).tolist())
-
-
-# --- every transport: tagged rows arrive in the oracle's rows ---------------------------------------------------------
-
-
-@functools.cache
-def arrivals(shape, settings):
-    """(ids, valid, rows [S,T,1]) -> per wave (buffer rows [S,N,1], rows per local expert [S,e of the wave]), jitted."""
-    transport = make_transport(settings, shape)
-
-    def local(ids_TK, valid_T, rows_TH):
-        plan = transport.plan(routes_of(ids_TK, valid_T, lax.psum(jnp.sum(valid_T, dtype=jnp.int32), "ep")))
-        received = []
-        for wave in range(transport.waves):
-            held, _ = transport.dispatch(rows_TH, plan, wave, 0)
-            if settings.transport == "ragged":
-                received.append((held.rows_NH, held.sizes_e))
-            else:
-                received.append((held.rows_eRH.reshape(-1, rows_TH.shape[1]), jnp.zeros(0, jnp.int32)))
-        return received
-
-    return jax.jit(jax.vmap(local, axis_name="ep", axis_size=shape.num_shards))
-
-
-CASES = [("pooled_wave", options) for options in POOLED] + [("ragged", options) for options in RAGGED]
-
-
-@pytest.mark.parametrize(("transport", "options"), CASES, ids=lambda case: str(case).replace("'", ""))
-def test_every_row_arrives_where_the_oracle_says(monkeypatch, transport, options):
-    # A batching rule for the real operation does not exist; the emulation is compared with it in this file.
-    monkeypatch.setattr(ragged, "_ragged_all_to_all", ragged._emulated)
-    settings, shape = EPConfig(transport=transport, **options), SHAPES[0]
-    tags = 1 + np.arange(SHARDS * TOKENS, dtype=np.float32).reshape(SHARDS, TOKENS, 1)
-    for seed in range(3):
-        ids, valid = draw_routes(seed, shape)
-        received = arrivals(shape, settings)(ids, valid, tags)
-        wanted = oracle_fates(ids, valid, shape, settings)
-        for wave, (rows, sizes) in enumerate(received):
-            here = (wanted.fate == KEPT) & (wanted.wave == wave)
-            expected = np.zeros(rows.shape, np.float32)
-            source, token, _ = np.nonzero(here)
-            expected[wanted.destination[here], wanted.row[here]] = tags[source, token]
-            np.testing.assert_array_equal(np.asarray(rows), expected)
-            if transport == "ragged":
-                group = sizes.shape[1]
-                experts = np.arange(SHARDS)[:, None] * shape.local_experts + wave * ragged_group(settings, shape)
-                experts = experts + np.arange(group)
-                np.testing.assert_array_equal(sizes, np.bincount(ids[here], minlength=shape.num_experts)[experts])
-        assert (wanted.fate == RECEIVER).any() == (settings.receiver_factor < 1000.0)
-
-
-def ragged_group(settings, shape) -> int:
-    return -(-shape.local_experts // settings.waves)
 
 
 # --- the emulated exchange --------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """A run that stops and goes on is the run that never stopped: bit for bit, and on other meshes and transports."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -167,6 +169,21 @@ def test_a_finished_run_started_again_does_nothing(corpus, straight, copy_of):
     assert ended.code == 0
     assert f"nothing to do: {folder / CHECKPOINTS / '10'} is at step 10 of 10" in ended.out
     assert contents(folder) == before
+
+
+def test_a_run_killed_in_its_last_evaluation_only_finishes_its_report(corpus, straight, copy_of):
+    """The last checkpoint is there, the summary is not: started again, the run trains nothing and writes it."""
+    folder = copy_of(straight[0])
+    wanted = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").unlink()
+    rows = rows_of(folder)
+    ended = train_here(corpus, folder, **STRAIGHT)
+    assert ended.code == 0
+    assert "nothing to do" not in ended.out
+    found = json.loads((folder / "summary.json").read_text())
+    for name in ("held_out_dropless", "held_out_as_trained", "held_out_bigram_cross_entropy", "totals", "step"):
+        assert found[name] == wanted[name], name
+    assert rows_of(folder) == rows
 
 
 def test_never_starts_anew_in_an_old_folder(corpus, straight, copy_of):
