@@ -39,7 +39,12 @@ class EPConfig:
         above=0.0,
         doc="rows per expert (pooled_wave) or per destination (agreed transports), relative to balanced routing",
     )
-    order: str = setting("sequence", doc="which assignments rank first in a sender pool", choices=ORDERS)
+    order: str = setting(
+        "position",
+        doc="which assignments rank first in a sender pool; position treats all sequences of a shard alike, sequence "
+        "(the published order) makes the last ones pay",
+        choices=ORDERS,
+    )
     receive: str = setting("expert", doc="how a pooled_wave receiver shares its rows", choices=RECEIVES)
     agreed: str = setting(
         "round_robin", doc="how receivers of ragged, rowwise and ring share their rows", choices=AGREEMENTS
