@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -317,7 +318,7 @@ def test_a_slurm_array_runs_each_unfinished_member(sweep_file, tmp_path, capsys)
     assert main([path, "--write", "slurm", str(script), "--jobs", "3"]) == MEMBERS_FAILED  # one is refused
     assert "refused: sender_factor=-1.0" in capsys.readouterr().out
     assert "#SBATCH --array=0-1%3\n" in script.read_text()
-    for name, text in {"srun": 'exec "$@"', "python": f'shift 2; exec {STUB[0]} {STUB[1]} "--config=$2"'}.items():
+    for name, text in {"srun": 'exec "$@"', "python": f'shift 2; exec {shlex.join(STUB[:2])} "--config=$2"'}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     for task in range(2):
