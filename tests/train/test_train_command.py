@@ -163,7 +163,7 @@ def test_numbers_may_be_spelled_with_an_exponent(corpus, tmp_path, straight):
 
 
 def test_settings_that_the_transport_does_not_use_are_named(corpus, tmp_path):
-    changes = {"ep__transport": "dense", "ep__sender_factor": 2.0, "ep__order": "position"}
+    changes = {"ep__transport": "dense", "ep__sender_factor": 2.0, "ep__order": "choice"}
     ended = train_here(corpus, tmp_path, **changes)
     assert ended.code == exits.DONE
     assert "note: not used by ep.transport = dense: ep.sender_factor, ep.order" in ended.out.splitlines()
