@@ -26,6 +26,7 @@ from ep_jax.metrics import LogConfig
 from ep_jax.model.config import ModelConfig, RouterConfig
 from ep_jax.optimizer import OptimizerConfig
 from ep_jax.profiling import ProfileConfig
+from ep_jax.traces.config import TraceConfig
 
 CONFIG_FILE = "config.toml"  # the resolved configuration in a run folder
 
@@ -71,6 +72,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     def __post_init__(self):
         check(self)
@@ -203,18 +205,24 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError(f"mesh.{AXES[mesh.shape.index(-1)]} = -1: must be resolved against the devices first")
     devices = math.prod(mesh.shape)
     shards = mesh.fsdp * mesh.ep
+    group, group_name, places = mesh.ep, "mesh.ep", f"{devices} devices, replica x fsdp x ep"
+    if config.ep.emulates:
+        group, group_name = config.ep.emulated_shards, "ep.emulated_shards"
+        places = f"{mesh.replica * mesh.fsdp * group} shards, replica x fsdp x ep.emulated_shards"
+        _require_multiple("ep.emulated_shards", group, mesh.ep, "mesh.ep")
 
-    _require_multiple("router.num_experts", router.num_experts, mesh.ep, "mesh.ep")
+    _require_multiple("router.num_experts", router.num_experts, group, group_name)
     _require_multiple(
         "train.sequences_per_step",
         train.sequences_per_step,
-        train.accumulation * devices,
-        f"train.accumulation = {train.accumulation} times {devices} devices, replica x fsdp x ep",
+        train.accumulation * mesh.replica * mesh.fsdp * group,
+        f"train.accumulation = {train.accumulation} times {places}",
     )
     _require_multiple("train.eval_sequences", train.eval_sequences, devices, "devices, replica x fsdp x ep")
     if "premix" in config.ep.used and config.ep.premix > 1:
-        tokens = train.sequences_per_step // (train.accumulation * devices) * config.data.sequence_length
-        for name, value in {"mesh.ep": mesh.ep, "the tokens of a device": tokens}.items():
+        rows = train.sequences_per_step // (train.accumulation * mesh.replica * mesh.fsdp * group)
+        tokens = rows * config.data.sequence_length
+        for name, value in {group_name: group, "the tokens of a shard": tokens}.items():
             if value % config.ep.premix:
                 raise ConfigError(f"ep.premix = {config.ep.premix}: must divide {name} = {value}")
     if model.window >= config.data.sequence_length:

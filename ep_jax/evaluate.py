@@ -5,6 +5,7 @@ parameters and the same rows. The configuration is the run's own; any setting ca
 protocol included, so a run trained on one mesh is evaluated on another. Writes evaluation.json into the run folder.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     from ep_jax.metrics import drop_table
     from ep_jax.report import write_json
     from ep_jax.step import state_target
+    from ep_jax.traces.recorder import HELD_OUT_TRACE_FOLDER, Recorder
 
     config = runtime.config
     step = arguments.options.get("step")
@@ -61,7 +63,13 @@ def main(argv: Sequence[str]) -> int:
     target = state_target(config, runtime.mesh)
     state, _ = restore(point, {name: target[name] for name in ("params", "router")}, partial=True)
     evaluator = Evaluator(config, runtime.mesh, dataset.held_out)
-    free, policy = evaluator.paired(state["params"], state["router"]["bias"])
+    with contextlib.ExitStack() as stack:
+        recorder = None
+        if config.trace.every:
+            recorder = Recorder(config, runtime.mesh, evaluator.layout, folder / HELD_OUT_TRACE_FOLDER, "held-out rows")
+            recorder.forget_after(0)
+            stack.callback(recorder.close)
+        free, policy = evaluator.paired(state["params"], state["router"]["bias"], recorder)
     bigram = bigram_cross_entropy(dataset.train, dataset.held_out)
     runtime.say(
         f"{point.path} on mesh {config.mesh.shape_text()}",

@@ -23,6 +23,7 @@ from ep_jax.profiling import Profiler, device_description
 from ep_jax.report import DEVICES_FILE, NonFiniteError, Report, write_json
 from ep_jax.signals import TerminationRequest
 from ep_jax.step import State, make_train_step
+from ep_jax.traces.recorder import TRACE_FOLDER, Recorder
 
 
 @dataclasses.dataclass
@@ -49,6 +50,9 @@ class Loop:
         self.delayed = DelayedMetrics()
         self.owed: Evaluation | None = None
         self.train_step = make_train_step(runtime.config, runtime.mesh)
+        self.recorder = Recorder(
+            runtime.config, runtime.mesh, stream.layout, runtime.config.folder / TRACE_FOLDER, "training"
+        )
 
     def run(self) -> int:
         """Returns the exit code; DONE means that the last step is done and saved. Raises CheckpointError."""
@@ -61,6 +65,7 @@ class Loop:
             stack.callback(batches.close)
             saver = Checkpointer(config.folder / CHECKPOINTS, config.checkpoint)
             stack.callback(saver.close)
+            stack.callback(self.recorder.close)
             profiler = stack.enter_context(Profiler(config.profile, config.folder, first_step, config.train.steps - 1))
             try:
                 for index, batch in batches:
@@ -82,12 +87,15 @@ class Loop:
         """Launches a step and reports the one before; the first step is waited for, and opens the run folder."""
         began = time.perf_counter()
         self.state, metrics = self.train_step(self.state, batch)
+        routes, metrics = metrics.routes, metrics._replace(routes=None)
         finished = self.delayed.push(step, metrics)
         if not self.report.is_open:
             finished = self.delayed.flush()
             self.runtime.say(f"first step done after {short_time(time.perf_counter() - began)}, mostly compiling")
             self._open_folder()
         self.report.step_done(finished)
+        if routes is not None and self.config.trace.due(step):
+            self.recorder.record(step, routes, metrics.drops.counts_NPE, self.stream.rows(step - 1))
 
     def _open_folder(self) -> None:
         self.termination.arm()  # first: a signal from here on leaves a checkpoint beside what is written now
@@ -96,6 +104,9 @@ class Loop:
             description = {**device_description(), "added_flags": self.runtime.flags}
             write_json(self.config.folder / DEVICES_FILE, description)
         self.report.open()
+        self.recorder.forget_after(self.start.step)
+        if self.config.trace.every:
+            self.runtime.say(self.recorder.describe())
         if self.owed is not None:
             self.report.log_evaluation(self.start.step, self.owed)
 

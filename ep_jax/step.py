@@ -1,7 +1,7 @@
 """One training step and one evaluation step, each a pure function compiled once.
 
 Letters: M microbatches, b rows of a device, L tokens of a row, N layers, E experts, D source shards of the mesh,
-P stages (valid, sender, receiver), R packed rows of a device, C bins of columns.
+P stages (valid, sender, receiver), R packed rows of a device, C bins of columns, T tokens of a device, K choices.
 
 Inside a single shard_map over all mesh axes every device computes the losses and gradients of its own rows with weights
 it gathers; outside it, on global arrays, the gradients are clipped, turned into updates and applied, and the router's
@@ -30,6 +30,7 @@ from ep_jax.mesh import AXES, BATCH_AXES
 from ep_jax.model import balancing
 from ep_jax.model.transformer import Outputs, forward, init_params, initial_router_state, parameter_kinds
 from ep_jax.optimizer import gradient_norm, learning_rate_schedule, make_optimizer, optimizer_shardings
+from ep_jax.traces.file import id_type as trace_id_type
 
 PROFILE_BINS = 16  # columns of a packed row are reported in so many bins
 State = dict[str, Any]  # step, params, opt_state, router, rng: see `init_state`
@@ -45,6 +46,13 @@ class LayerDrops(NamedTuple):
     profile_NPRC: jax.Array  # int32, by place in the shard (packed row) and bin of columns, over all shards
 
 
+class RecordedRoutes(NamedTuple):
+    """Every router's choices in one step, split over the mesh as the batch is: this device's T tokens, or D*T."""
+
+    expert_ids_MNTK: jax.Array  # uint8 up to 256 experts, else uint16
+    weights_MNTK: jax.Array  # float32
+
+
 class StepMetrics(NamedTuple):
     """What a training step reports; device arrays, the same on every device."""
 
@@ -58,6 +66,7 @@ class StepMetrics(NamedTuple):
     drops: LayerDrops
     loss_finite: jax.Array  # bool
     gradients_finite: Any  # bool per parameter, structure of params
+    routes: RecordedRoutes | None = None  # not the same everywhere: each device has its own; None unless traced
 
     @property
     def all_finite(self) -> jax.Array:
@@ -70,6 +79,7 @@ class EvalSums(NamedTuple):
     cross_entropy: jax.Array  # float32, nats
     valid_targets: jax.Array  # int32
     drops: LayerDrops
+    routes: RecordedRoutes | None = None  # as in StepMetrics
 
 
 def state_shapes(config: RunConfig) -> State:
@@ -148,11 +158,11 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], t
         functools.partial(_local_gradients, config),
         mesh=mesh,
         in_specs=(specs, whole, Batch(*(BATCH_SPEC,) * len(Batch._fields))),
-        out_specs=(specs, (outputs_spec, whole)),
+        out_specs=(specs, (outputs_spec, whole, _ROUTES_SPEC)),
     )
 
     def step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
-        gradients, (outputs, valid_targets) = gradients_of(state["params"], state["router"]["bias"], batch)
+        gradients, (outputs, valid_targets, routes) = gradients_of(state["params"], state["router"]["bias"], batch)
         loss = outputs.objective(config.router)
         metrics = StepMetrics(
             loss=loss,
@@ -165,6 +175,7 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], t
             drops=outputs.drops,
             loss_finite=jnp.isfinite(loss),
             gradients_finite=jax.tree.map(lambda gradient: jnp.isfinite(gradient).all(), gradients),
+            routes=routes,
         )
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         bias = balancing.next_bias(state["router"]["bias"], outputs.router, config.router)
@@ -181,15 +192,15 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], t
 
     shardings = state_shardings(config, mesh)
     batch_shardings = Batch(*(NamedSharding(mesh, BATCH_SPEC),) * len(Batch._fields))
-    # Metrics are whole everywhere, the source counts too: every process fetches all of them.
-    out_shardings = (shardings, NamedSharding(mesh, whole))
+    # Metrics come out of the shard_map whole everywhere, but for routes: every process fetches all of them.
+    out_shardings = (shardings, None)
     return jax.jit(step, donate_argnums=0, in_shardings=(shardings, batch_shardings), out_shardings=out_shardings)
 
 
 def make_eval_step(config: RunConfig, mesh: Mesh, ep: EPConfig) -> Callable[[Any, jax.Array, Batch], EvalSums]:
     """The compiled evaluation (params, router bias, batch) -> EvalSums under the protocol settings `ep`.
 
-    The router's bias is applied and never updated.
+    The router's bias is applied and never updated. Routes come along when `config.trace` is on.
     """
     config = dataclasses.replace(config, ep=ep)
     specs = placement.param_specs(parameter_kinds(config.model, config.router), state_shapes(config)["params"])
@@ -197,16 +208,21 @@ def make_eval_step(config: RunConfig, mesh: Mesh, ep: EPConfig) -> Callable[[Any
     def local(params, bias, batch):
         valid_targets = _count_valid(batch)
         run = functools.partial(_run_microbatch, config, bias=bias, valid_total=valid_targets.astype(jnp.float32))
+
         # Without the router's sums: the bias is applied and not updated, so the compiler leaves them out.
-        outputs = _sum_over_microbatches(lambda rows: run(params, rows)._replace(router=None), batch)
+        def outputs_and_routes(rows):
+            outputs, routes = _take_routes(run(params, rows))
+            return outputs._replace(router=None), routes
+
+        outputs, routes = _over_microbatches(outputs_and_routes, batch)
         outputs = _sum_over_devices(outputs)
-        return EvalSums(outputs.cross_entropy * valid_targets, valid_targets, outputs.drops)
+        return EvalSums(outputs.cross_entropy * valid_targets, valid_targets, outputs.drops, routes)
 
     sums = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(specs, PartitionSpec(), Batch(*(BATCH_SPEC,) * len(Batch._fields))),
-        out_specs=EvalSums._make((PartitionSpec(), PartitionSpec(), _DROPS_SPEC)),
+        out_specs=EvalSums._make((PartitionSpec(), PartitionSpec(), _DROPS_SPEC, _ROUTES_SPEC)),
     )
     return jax.jit(sums)
 
@@ -217,23 +233,24 @@ def dropless(ep: EPConfig) -> EPConfig:
 
 
 _DROPS_SPEC = LayerDrops._make((PartitionSpec(),) * len(LayerDrops._fields))
+_ROUTES_SPEC = PartitionSpec(None, None, BATCH_AXES)  # of RecordedRoutes, or of nothing
 
 
 def _local_gradients(config: RunConfig, params: Any, bias: jax.Array, batch: Batch) -> tuple:
-    """Gradients (placed like params), (Outputs summed over devices and microbatches, valid targets of the step)."""
+    """Gradients (placed like params), (Outputs summed over devices and microbatches, valid targets, routes or None)."""
     valid_targets = _count_valid(batch)
     run = functools.partial(_run_microbatch, config, bias=bias, valid_total=valid_targets.astype(jnp.float32))
 
     def objective(params, rows):
-        outputs = run(params, rows)
-        return lax.psum(outputs.objective(config.router), AXES), outputs
+        outputs, routes = _take_routes(run(params, rows))
+        return lax.psum(outputs.objective(config.router), AXES), (outputs, routes)
 
-    def gradients_and_outputs(rows):
-        gradients, outputs = jax.grad(objective, has_aux=True)(params, rows)
-        return gradients, outputs
+    def gradients_and_routes(rows):
+        gradients, (outputs, routes) = jax.grad(objective, has_aux=True)(params, rows)
+        return (gradients, outputs), routes
 
-    gradients, outputs = _sum_over_microbatches(gradients_and_outputs, batch)
-    return gradients, (_sum_over_devices(outputs), valid_targets)
+    (gradients, outputs), routes = _over_microbatches(gradients_and_routes, batch)
+    return gradients, (_sum_over_devices(outputs), valid_targets, routes)
 
 
 def _count_valid(batch: Batch) -> jax.Array:
@@ -242,13 +259,18 @@ def _count_valid(batch: Batch) -> jax.Array:
 
 
 def _run_microbatch(config: RunConfig, params: Any, rows: Batch, *, bias, valid_total) -> Outputs:
-    """The model on this device's rows [b, L] of one microbatch, with the configured protocol."""
+    """The model on this device's rows [b, L] of one microbatch, with the configured protocol.
 
-    def routed_experts(*arrays, **sizes):
-        out, drops = routed_experts_local(*arrays, **sizes, settings=config.ep)
+    The drops of its Outputs are (counts_NPE, weights_NP, profile_NPRC, (ids_NTK, weights_NTK) or None).
+    """
+    id_type = trace_id_type(config.router.num_experts)
+
+    def routed_experts(rows_TH, ids_TK, weights_TK, *arrays, **sizes):
+        out, drops = routed_experts_local(rows_TH, ids_TK, weights_TK, *arrays, **sizes, settings=config.ep)
         # Each assignment's fate stays here: a step reports where drops were, not which.
         where_PRC = profile(drops.fate_TK, rows.tokens.shape[1], PROFILE_BINS)
-        return out, (drops.counts_PE, drops.weights_P, where_PRC)
+        routes = (ids_TK.astype(id_type), lax.stop_gradient(weights_TK)) if config.trace.every else None
+        return out, (drops.counts_PE, drops.weights_P, where_PRC, routes)
 
     return forward(
         params,
@@ -261,18 +283,29 @@ def _run_microbatch(config: RunConfig, params: Any, rows: Batch, *, bias, valid_
     )
 
 
-def _sum_over_microbatches(function: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Sum of function(rows) over the leading axis of the batch, one microbatch at a time."""
-    microbatches = batch.tokens.shape[0]
-    if microbatches == 1:
-        return function(jax.tree.map(lambda x: x[0], batch))
+def _take_routes(outputs: Outputs) -> tuple[Outputs, tuple | None]:
+    """The recorded routes taken out of the drops: they are not summed."""
+    *drops, routes = outputs.drops
+    return outputs._replace(drops=tuple(drops)), routes
 
-    def add(total, rows):
-        return jax.tree.map(jnp.add, total, function(rows)), None
 
-    zeros = jax.tree.map(_zeros_like, jax.eval_shape(function, jax.tree.map(lambda x: x[0], batch)))
-    total, _ = lax.scan(add, zeros, batch)
-    return total
+def _over_microbatches(
+    function: Callable[[Batch], tuple[Any, tuple | None]], batch: Batch
+) -> tuple[Any, RecordedRoutes | None]:
+    """(Sums added over the microbatches, routes of all of them) of function(rows) = (sums, routes), one at a time."""
+    first = jax.tree.map(lambda x: x[0], batch)
+    if batch.tokens.shape[0] == 1:
+        total, routes = function(first)
+        routes = jax.tree.map(lambda x: x[None], routes)
+    else:
+
+        def add(total, rows):
+            sums, routes = function(rows)
+            return jax.tree.map(jnp.add, total, sums), routes
+
+        zeros = jax.tree.map(_zeros_like, jax.eval_shape(function, first)[0])
+        total, routes = lax.scan(add, zeros, batch)
+    return total, None if routes is None else RecordedRoutes(*routes)
 
 
 def _zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:

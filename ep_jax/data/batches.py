@@ -47,6 +47,12 @@ class Layout:
         batch = self.sequences.batch(local.ravel())
         return Batch(*(array.reshape(*local.shape, -1) for array in batch))
 
+    def origins(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Document and position, int64 [M, rows held here, L], of the tokens that `read` gives."""
+        local = rows.reshape(self.shape[:2])[:, self.local_rows]
+        document, position = self.sequences.origins(local.ravel())
+        return document.reshape(*local.shape, -1), position.reshape(*local.shape, -1)
+
     def place(self, local: Batch) -> Batch:
         """The global arrays [M, B/M, L] whose local part is given."""
 
@@ -117,14 +123,20 @@ def held_out_batches(
     """
     layout = Layout(sequences, sequences_per_step=sequences_per_batch, accumulation=accumulation, mesh=mesh)
     num_rows = min(num_sequences or sequences.num_rows, sequences.num_rows)
+    num_batches = -(-num_rows // sequences_per_batch)
 
     def rows(index: int) -> np.ndarray:
-        positions = index * sequences_per_batch + np.arange(sequences_per_batch)
-        inside = np.minimum(positions, num_rows - 1)
-        return np.where(positions < num_rows, rows_at(inside, sequences.num_rows, EVALUATION_SEED), -1)
+        return held_out_rows(sequences, index, sequences_per_batch, num_rows)
 
-    num_batches = -(-num_rows // sequences_per_batch)
     return (batch for _, batch in read_ahead(layout, rows, 0, num_batches, prefetch))
+
+
+def held_out_rows(sequences: Sequences, index: int, sequences_per_batch: int, num_sequences: int) -> np.ndarray:
+    """The rows (int64 [B], -1 where the last batch is filled up) of one batch of `held_out_batches`."""
+    num_rows = min(num_sequences or sequences.num_rows, sequences.num_rows)
+    positions = index * sequences_per_batch + np.arange(sequences_per_batch)
+    inside = np.minimum(positions, num_rows - 1)
+    return np.where(positions < num_rows, rows_at(inside, sequences.num_rows, EVALUATION_SEED), -1)
 
 
 def read_ahead(

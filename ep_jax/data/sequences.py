@@ -67,6 +67,21 @@ class Sequences:
                 self._fill(Batch(*(array[i] for array in batch)), row)
         return batch
 
+    def origins(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tokens of rows (integers [N]; -1 is a row of padding) come from, int64 [N,L] each.
+
+        The number of the token's document in the store, and which input of it the token is (0 is BOS); -1 for padding.
+        """
+        document = np.full((len(rows), self.sequence_length), -1, np.int64)
+        position = document.copy()
+        for i, row in enumerate(rows.tolist()):
+            for piece in range(*self.packing.row_starts[row : row + 2].tolist()) if row >= 0 else ():
+                start, length = int(self.packing.start[piece]), int(self.packing.length[piece])
+                here = slice(int(self.packing.column[piece]), int(self.packing.column[piece]) + length)
+                document[i, here] = self.packing.document[piece]
+                position[i, here] = np.arange(start, start + length)
+        return document, position
+
     def _fill(self, columns: Batch, row: int) -> None:
         """Writes one row's pieces into its columns [L]."""
         packing = self.packing

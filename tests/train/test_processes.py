@@ -7,7 +7,10 @@ import pytest
 
 from ep_jax import exits
 from ep_jax.checkpoint import CHECKPOINTS, newest_whole, steps_found
+from ep_jax.drop_report import load as load_arrays
 from ep_jax.metrics import METRICS
+from ep_jax.traces import Trace
+from ep_jax.traces.recorder import TRACE_FOLDER
 from ep_jax.trackers import read_rows
 from tests.train.tiny_run import (
     STRAIGHT,
@@ -50,7 +53,7 @@ def start_pair(cached):
 def pair(corpus, start_pair, tmp_path_factory):
     """(run folder, how each process ended)."""
     folder = tmp_path_factory.mktemp("runs") / "pair"
-    ended = finish(*start_pair(options(corpus, folder, **STRAIGHT)))
+    ended = finish(*start_pair(options(corpus, folder, trace__every=5, **STRAIGHT)))
     for process in ended:
         assert process.code == exits.DONE, process.err
     return folder, ended
@@ -65,6 +68,18 @@ def test_losses_are_those_of_one_process(pair, straight):
             np.testing.assert_allclose(row[name], expected[name], rtol=1e-4, err_msg=name)
     got, expected = (summary_of(folder)["held_out_dropless"] for folder in (pair[0], straight[0]))
     np.testing.assert_allclose(got["cross_entropy"], expected["cross_entropy"], rtol=1e-4)
+
+
+def test_each_process_records_the_routing_of_its_own_shards(pair):
+    folder = pair[0] / TRACE_FOLDER
+    assert len(list(folder.iterdir())) == 4
+    for step in Trace(folder):
+        assert step.valid_MST.shape == (1, 8, 16)
+        counts_E = np.zeros(8, np.int64)
+        for ids, valid in zip(step.expert_ids_NMSTK[1], step.valid_MST, strict=True):
+            counts_E += np.bincount(ids[valid].ravel(), minlength=8)
+        np.testing.assert_array_equal(counts_E, step.counts_NPE[1, 0])
+        np.testing.assert_array_equal(step.counts_NPE, load_arrays(pair[0])[step.step]["counts_NPE"])
 
 
 def test_there_is_one_run_folder_and_one_voice(pair):
