@@ -1,13 +1,15 @@
 """What the agreed transports share: everybody's counts, the rows each cell may send, and where they are stored.
 
 Letters: S ep shards (sources and destinations), E experts, e local experts, W waves of G = ceil(e/W) consecutive local
-experts, N rows of a receiver's wave buffer, T tokens, K choices. Pure integer functions but for `gather_counts`.
+experts, N rows of a receiver's wave buffer, T tokens, K choices, A = T*K assignments. Pure integer functions
+but for `gather_counts`.
 
 A receiver stores a wave's rows expert-major, source-major, in flat order; of every (source, expert) cell a prefix is
 kept, as `agreement.py` decides.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep.agreement import AGREED
 from ep_jax.ep.capacity import Capacity, LayerShape, destination_rows
-from ep_jax.ep.ranking import count_groups
+from ep_jax.ep.ranking import count_groups, rank_in_group
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.settings import EPConfig
 
@@ -65,6 +67,23 @@ def gather_counts(routes: Routes, num_experts: int) -> jax.Array:
     """int32 [S,E]: every shard's valid assignments per expert; the one exchange before rows move."""
     counts_E = count_groups(routes.valid_ids_TK.reshape(-1), num_experts)
     return checkpoint_name(lax.all_gather(counts_E, "ep"), "route_plan")
+
+
+class InCells(NamedTuple):
+    """One shard's assignments in their (destination, local expert) cells, [A] each; unspecified where id is -1."""
+
+    destination_A: jax.Array  # int32
+    local_A: jax.Array  # int32, expert id within the destination
+    rank_A: jax.Array  # int32, earlier assignments of the same cell
+    kept_A: jax.Array  # bool, false where the id is -1
+
+
+def in_cells(ids_A: jax.Array, kept_De: jax.Array) -> InCells:
+    """Cells, ranks and what is kept of one shard's ids (-1 at invalid tokens), from its agreed rows [S,e]."""
+    destinations, local_experts = kept_De.shape
+    destination_A, local_A = ids_A // local_experts, ids_A % local_experts
+    rank_A = rank_in_group(ids_A, destinations * local_experts)
+    return InCells(destination_A, local_A, rank_A, (ids_A >= 0) & (rank_A < kept_De[destination_A, local_A]))
 
 
 def exclusive_sum(values: jax.Array) -> jax.Array:

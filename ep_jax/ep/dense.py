@@ -4,7 +4,6 @@ Letters: E experts, T tokens per shard, K choices, A = T*K assignments, H routed
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, invert, rank_in_group
-from ep_jax.ep.returned import Returned, accepted_places, combine_places
+from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows
 from ep_jax.ep.settings import EPConfig
@@ -21,14 +20,23 @@ from ep_jax.mesh import gather_shards
 
 
 class DensePlan(NamedTuple):
-    place_TK: jax.Array  # row of each assignment in expert order, -1 when invalid
+    place_TK: jax.Array  # row of each assignment in expert order, -1 when there is none
     assignment_Q: jax.Array  # its inverse
     sent_TK: jax.Array  # bool
     sizes_E: jax.Array  # rows of each expert
 
 
+def expert_order(ids_TK: jax.Array, num_experts: int) -> DensePlan:
+    """Sorts one shard's assignments by expert, those with id -1 left out."""
+    ids_A = ids_TK.reshape(-1)
+    sizes_E = count_groups(ids_A, num_experts)
+    start_E = jnp.cumsum(sizes_E) - sizes_E
+    place_A = jnp.where(ids_A < 0, -1, start_E[ids_A] + rank_in_group(ids_A, num_experts))
+    return DensePlan(place_A.reshape(ids_TK.shape), invert(place_A, ids_A.size), ids_TK >= 0, sizes_E)
+
+
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class Dense(ReturnsRows):
     """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
 
     settings: EPConfig
@@ -42,12 +50,7 @@ class Dense:
 
     def plan(self, routes: Routes) -> DensePlan:
         """Sorts the shard's own assignments by expert."""
-        ids_TK = routes.valid_ids_TK
-        ids_A = ids_TK.reshape(-1)
-        sizes_E = count_groups(ids_A, self.shape.num_experts)
-        start_E = jnp.cumsum(sizes_E) - sizes_E
-        place_A = jnp.where(ids_A < 0, -1, start_E[ids_A] + rank_in_group(ids_A, self.shape.num_experts))
-        return DensePlan(place_A.reshape(ids_TK.shape), invert(place_A, ids_A.size), ids_TK >= 0, sizes_E)
+        return expert_order(routes.valid_ids_TK, self.shape.num_experts)
 
     def dispatch(
         self, rows_TH: jax.Array, plan: DensePlan, wave: int, after: jax.Array | int
@@ -60,13 +63,3 @@ class Dense:
     def give_back(self, results_AH: jax.Array, plan: DensePlan) -> Returned:
         """The rows never left."""
         return Returned(results_AH, None)
-
-    def accepted(self, returned: Sequence[Returned], plan: DensePlan) -> jax.Array:
-        """bool [T,K]: the assignments whose results came back."""
-        return accepted_places(returned, plan.place_TK)
-
-    def combine(
-        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: DensePlan
-    ) -> jax.Array:
-        """The weighted sum over each token's accepted rows."""
-        return combine_places(returned, weights_TK, accepted_TK, plan)

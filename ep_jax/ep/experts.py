@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_jax.ep import blocks
+
 
 class CapacityRows(NamedTuple):
     """The same number of rows for each expert; rows that hold no token are zero."""
@@ -35,6 +37,11 @@ def swiglu_experts(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eF
         hidden_eR2F = jnp.einsum("erh,ehf->erf", expert_rows.rows_eRH, w_gate_up_eH2F)
         return jnp.einsum("erf,efh->erh", _gate(hidden_eR2F), w_down_eFH)
     rows_NH, sizes_e = expert_rows
+    if blocks.worthwhile(rows_NH.shape[0], w_gate_up_eH2F):
+        plan = blocks.plan_blocks(sizes_e, rows_NH.shape[0])
+        w_gate_up, w_down = (blocks.weights_of_blocks(w, plan) for w in (w_gate_up_eH2F, w_down_eFH))
+        hidden_bB2F = jnp.einsum("brh,bhf->brf", blocks.to_blocks(rows_NH, plan), w_gate_up)
+        return blocks.from_blocks(jnp.einsum("brf,bfh->brh", _gate(hidden_bB2F), w_down), plan)
     # Selects, not products: what lies past the last group may be anything, and must not reach a gradient either.
     held_N1 = (jnp.arange(rows_NH.shape[0], dtype=jnp.int32) < jnp.sum(sizes_e))[:, None]
     rows_NH = jnp.where(held_N1, rows_NH, 0)

@@ -9,7 +9,6 @@ it needs no ids and no sorting at the receiver, and much more slack for the same
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from ep_jax.ep.capacity import Capacity, LayerShape, cell
 from ep_jax.ep.experts import CapacityRows
 from ep_jax.ep.pooled_wave import exchange
 from ep_jax.ep.ranking import invert, rank_assignments
-from ep_jax.ep.returned import Returned, accepted_places, combine_places
+from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows
 from ep_jax.ep.settings import EPConfig
@@ -47,7 +46,7 @@ def plan_cells(routes: Routes, shape: LayerShape, capacity: Capacity, order: str
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedCell:
+class FixedCell(ReturnsRows):
     """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
 
     settings: EPConfig
@@ -93,16 +92,6 @@ class FixedCell:
         by_source = results_eRH.reshape(local, shards, self.cell_rows, -1).swapaxes(0, 1)
         returned = checkpoint_name(exchange(by_source), "returned_rows")
         return Returned(returned.reshape(-1, results_eRH.shape[-1]), None)
-
-    def accepted(self, returned: Sequence[Returned], plan: CellPlan) -> jax.Array:
-        """bool [T,K]: the assignments whose results came back."""
-        return accepted_places(returned, plan.place_TK)
-
-    def combine(
-        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: CellPlan
-    ) -> jax.Array:
-        """The weighted sum over each token's accepted rows."""
-        return combine_places(returned, weights_TK, accepted_TK, plan)
 
     def _by_shard(self, rows_XH: jax.Array) -> jax.Array:
         return rows_XH.reshape(self.shape.num_shards, self.shape.local_experts, self.cell_rows, -1)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.dense import Dense
 from ep_jax.ep.drops import DropReport, LocalDrops, fates, local_drops
+from ep_jax.ep.emulated import Emulated
 from ep_jax.ep.experts import ExpertRows, swiglu_experts
 from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.pooled_wave import PooledWave
@@ -82,11 +83,11 @@ class Transport(Protocol):
 
 
 def make_transport(settings: EPConfig, shape: LayerShape) -> Transport:
-    """The transport that `settings` names, sized for one layer shape.
+    """The transport that `settings` names, or the emulation of a larger one's drops, sized for one layer shape.
 
     Raises ConfigError when a capacity factor cannot be computed exactly in int32.
     """
-    return TRANSPORTS[settings.transport](settings, shape)
+    return Emulated(settings, shape) if settings.emulates else TRANSPORTS[settings.transport](settings, shape)
 
 
 def routed_experts_local(
@@ -112,7 +113,8 @@ def routed_experts_local(
     if valid_in_group is None:
         valid_in_group = lax.psum(jnp.sum(valid_T, dtype=jnp.int32), "ep")
     routes = Routes(expert_ids_TK, weights_TK, valid_T, valid_in_group, sequence_length)
-    premix = settings.premix if "premix" in settings.used else 1
+    mixes = "premix" in settings.used and not settings.emulates  # emulated shards mix routes only, while they decide
+    premix = settings.premix if mixes else 1
     if premix == 1:
         out_TH, fate_TK = _run(transport, settings, rows_TH, routes, w_gate_up_eH2F, w_down_eFH)
     else:
@@ -230,18 +232,22 @@ def _check_call(
     if "ep" not in mesh.axis_names:
         raise ConfigError(f"mesh axes {mesh.axis_names}: an axis named ep is needed")
     devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.axis_names)
+    ep = mesh.shape["ep"]
+    group, name = (settings.emulated_shards, "ep.emulated_shards") if settings.emulates else (ep, "the mesh's ep")
+    if group % ep:
+        raise ConfigError(f"ep.emulated_shards = {group}: a multiple of the mesh's ep = {ep} is needed")
+    shards = devices // ep * group
     tokens, width = rows_TH.shape
-    if tokens % (devices * sequence_length):
+    if tokens % (shards * sequence_length):
         raise ConfigError(
-            f"rows_TH has {tokens} tokens: a multiple of {devices} shards x sequence_length {sequence_length} is needed"
+            f"rows_TH has {tokens} tokens: a multiple of {shards} shards x sequence_length {sequence_length} is needed"
         )
     experts = w_gate_up_EH2F.shape[0]
-    if experts % mesh.shape["ep"]:
-        raise ConfigError(f"{experts} experts: a multiple of the mesh's ep = {mesh.shape['ep']} is needed")
-    if "premix" in settings.used and (mesh.shape["ep"] % settings.premix or tokens // devices % settings.premix):
+    if experts % group:
+        raise ConfigError(f"{experts} experts: a multiple of {name} = {group} is needed")
+    if "premix" in settings.used and (group % settings.premix or tokens // shards % settings.premix):
         raise ConfigError(
-            f"ep.premix = {settings.premix}: must divide the mesh's ep = {mesh.shape['ep']} and a shard's "
-            f"{tokens // devices} tokens"
+            f"ep.premix = {settings.premix}: must divide {name} = {group} and a shard's {tokens // shards} tokens"
         )
     choices, hidden = ids_TK.shape[-1], w_down_EFH.shape[1]
     wanted = {

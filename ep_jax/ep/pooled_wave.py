@@ -10,7 +10,6 @@ in the same lanes, which slots were accepted. Buffers have fixed sizes; no count
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from ep_jax.ep.agreement import fill
 from ep_jax.ep.capacity import Capacity, LayerShape, expert_rows, sender_pool
 from ep_jax.ep.experts import CapacityRows, ExpertRows, RaggedRows
 from ep_jax.ep.ranking import count_groups, invert, rank_assignments, rank_in_group
-from ep_jax.ep.returned import Returned, accepted_places, combine_places
+from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows
 from ep_jax.ep.settings import EPConfig
@@ -96,7 +95,7 @@ def plan_receiver_pool(local_id_SP: jax.Array, limit: jax.Array, rows: int, loca
 
 
 @dataclasses.dataclass(frozen=True)
-class PooledWave:
+class PooledWave(ReturnsRows):
     """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
 
     settings: EPConfig
@@ -178,16 +177,6 @@ class PooledWave:
         returned = checkpoint_name(returned, "returned_rows")
         accepted, rows = payload.unpack(returned, slots, 1)
         return Returned(rows.reshape(sources * slots, -1), accepted.reshape(-1) > 0)
-
-    def accepted(self, returned: Sequence[Returned], plan: SenderPlan) -> jax.Array:
-        """bool [T,K]: the assignments whose results came back."""
-        return accepted_places(returned, plan.place_TK)
-
-    def combine(
-        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: SenderPlan
-    ) -> jax.Array:
-        """The weighted sum over each token's accepted rows."""
-        return combine_places(returned, weights_TK, accepted_TK, plan)
 
 
 def exchange(payload_SXH: jax.Array) -> jax.Array:

@@ -12,7 +12,6 @@ over the same path. XLA:CPU has no such operation, so an all-gather and a row ga
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep.agreed import Receivers, exclusive_sum, gather_counts, storage_starts
+from ep_jax.ep.agreed import Receivers, exclusive_sum, gather_counts, in_cells, storage_starts
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
-from ep_jax.ep.ranking import invert, rank_in_group
-from ep_jax.ep.returned import Returned, accepted_places, combine_places
+from ep_jax.ep.ranking import invert
+from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows, take_rows
 from ep_jax.ep.settings import EPConfig
@@ -81,7 +80,7 @@ def _split(start_in, sent, start_out, came, pieces: int) -> Updates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ragged:
+class Ragged(ReturnsRows):
     """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
 
     settings: EPConfig
@@ -103,16 +102,14 @@ class Ragged:
         """Agrees on the kept rows and lays them out at both ends."""
         shape, receivers, ids_TK = self.shape, self.receivers, routes.valid_ids_TK
         kept_SDe = receivers.keep(gather_counts(routes, shape.num_experts), routes.group_valid)
-        me, ids_A = lax.axis_index("ep"), ids_TK.reshape(-1)
-        destination_A, local_A = ids_A // shape.local_experts, ids_A % shape.local_experts
+        me = lax.axis_index("ep")
+        destination_A, local_A, rank_A, kept_A = in_cells(ids_TK.reshape(-1), kept_SDe[me])
         waves, starts = [], []
         for wave in range(self.waves):
             kept_SDG = kept_SDe[:, :, receivers.experts_of(wave)]
             waves.append(plan_wave(kept_SDG, me, self.settings.updates_per_cell))
             starts.append(exclusive_sum(kept_SDG[me].reshape(-1)).reshape(kept_SDG[me].shape))
         start_De = jnp.concatenate(starts, axis=1)  # first row of a cell in the sender's buffer of its wave
-        rank_A = rank_in_group(ids_A, shape.num_experts)
-        kept_A = (ids_A >= 0) & (rank_A < kept_SDe[me, destination_A, local_A])
         row_A = (local_A // receivers.group) * self.sender_rows() + start_De[destination_A, local_A] + rank_A
         place_A = jnp.where(kept_A, row_A, -1)
         plan = RaggedPlan(
@@ -147,16 +144,6 @@ class Ragged:
         returned = exchange(results_NH, this.homeward, this.outward, self.sender_rows())
         returned = checkpoint_name(returned, "returned_rows")
         return Returned(returned, None)
-
-    def accepted(self, returned: Sequence[Returned], plan: RaggedPlan) -> jax.Array:
-        """bool [T,K]: the assignments whose results came back."""
-        return accepted_places(returned, plan.place_TK)
-
-    def combine(
-        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: RaggedPlan
-    ) -> jax.Array:
-        """The weighted sum over each token's accepted rows."""
-        return combine_places(returned, weights_TK, accepted_TK, plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

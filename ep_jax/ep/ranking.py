@@ -1,7 +1,7 @@
 """Ranks of assignments within their group, in a chosen order: the integer core of every routing plan.
 
-Letters: T tokens, K choices, A = T*K assignments, G groups, L sequence length. Pure integer functions of one shard's
-arrays, without collectives.
+Letters: T tokens, K choices, A = T*K assignments, G groups, L sequence length, N blocks of B assignments. Pure integer
+functions of one shard's arrays, without collectives.
 """
 
 import jax
@@ -9,22 +9,34 @@ import jax.numpy as jnp
 
 from ep_jax.ep.routes import Routes
 
-# Up to this many groups a counted scan ([A, G] one-hot) beats a sort.
+# Up to this many groups, counting in blocks beats a sort. Within a block all pairs are compared, so it is short.
 MOST_GROUPS_FOR_SCAN = 64
+BLOCK = 16
 
 
 def rank_in_group(group_A: jax.Array, num_groups: int) -> jax.Array:
     """Number of earlier elements with the same group id; elements outside 0..num_groups-1 get an unspecified rank."""
     if num_groups <= MOST_GROUPS_FOR_SCAN:
-        member_AG = (group_A[:, None] == jnp.arange(num_groups, dtype=group_A.dtype)[None]).astype(jnp.int32)
-        before_AG = jnp.cumsum(member_AG, axis=0) - member_AG
-        return jnp.sum(before_AG * member_AG, axis=1)
+        return _rank_by_blocks(group_A, num_groups)
     group_A = jnp.where((group_A >= 0) & (group_A < num_groups), group_A, num_groups)
     order_A = jnp.argsort(group_A, stable=True)
-    sorted_A = group_A[order_A]
-    first_A = jnp.searchsorted(sorted_A, sorted_A, side="left").astype(jnp.int32)
-    rank_A = jnp.arange(group_A.size, dtype=jnp.int32) - first_A
+    counts_G = count_groups(group_A, num_groups + 1)
+    first_G = jnp.cumsum(counts_G) - counts_G
+    rank_A = jnp.arange(group_A.size, dtype=jnp.int32) - first_G[group_A[order_A]]
     return jnp.zeros_like(rank_A).at[order_A].set(rank_A, unique_indices=True)
+
+
+def _rank_by_blocks(group_A: jax.Array, num_groups: int) -> jax.Array:
+    """Elements of the same group in earlier blocks, from the blocks' counts, and before it in its own block."""
+    blocks = -(-group_A.size // BLOCK)
+    group_NB = jnp.pad(group_A, (0, blocks * BLOCK - group_A.size), constant_values=-1).reshape(blocks, BLOCK)
+    member_NBG = group_NB[:, :, None] == jnp.arange(num_groups, dtype=group_A.dtype)[None, None]
+    counts_NG = jnp.sum(member_NBG, axis=1, dtype=jnp.int32)
+    before_NG = jnp.cumsum(counts_NG, axis=0) - counts_NG
+    before_NB = jnp.take_along_axis(before_NG, jnp.clip(group_NB, 0, num_groups - 1), axis=1)
+    earlier_BB = jnp.tril(jnp.ones((BLOCK, BLOCK), bool), -1)
+    same_NBB = (group_NB[:, :, None] == group_NB[:, None, :]) & earlier_BB[None]
+    return (before_NB + jnp.sum(same_NBB, axis=2, dtype=jnp.int32)).reshape(-1)[: group_A.size]
 
 
 def count_groups(group_A: jax.Array, num_groups: int) -> jax.Array:

@@ -19,15 +19,19 @@ class Returned(NamedTuple):
     accepted_Q: jax.Array | None  # bool; None: everything that was sent was accepted
 
 
-def accepted_places(returned: Sequence[Returned], place_TK: jax.Array) -> jax.Array:
-    """bool [T,K]: which assignments were sent (place_TK >= 0, a row of all waves) and accepted."""
-    sent_TK = place_TK >= 0
-    flags = [wave.accepted_Q for wave in returned if wave.accepted_Q is not None]
-    return sent_TK & jnp.concatenate(flags)[jnp.maximum(place_TK, 0)] if flags else sent_TK
+class ReturnsRows:
+    """Base of these transports: everything here follows from the plan's place_TK and its inverse assignment_Q."""
 
+    def accepted(self, returned: Sequence[Returned], plan: Any) -> jax.Array:
+        """bool [T,K]: which assignments were sent (place_TK >= 0, a row of all waves) and accepted."""
+        sent_TK = plan.place_TK >= 0
+        flags = [wave.accepted_Q for wave in returned if wave.accepted_Q is not None]
+        return sent_TK & jnp.concatenate(flags)[jnp.maximum(plan.place_TK, 0)] if flags else sent_TK
 
-def combine_places(returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: Any) -> jax.Array:
-    """[T,H]: the weighted sum of each token's accepted rows, by the plan's place_TK and its inverse assignment_Q."""
-    rows_QH = jnp.concatenate([wave.rows_QH for wave in returned])
-    place_TK = jnp.where(accepted_TK, plan.place_TK, -1)
-    return combine_rows(rows_QH, weights_TK, place_TK, plan.assignment_Q, rows_QH.dtype)
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: Any
+    ) -> jax.Array:
+        """[T,H]: the weighted sum of each token's accepted rows."""
+        rows_QH = jnp.concatenate([wave.rows_QH for wave in returned])
+        place_TK = jnp.where(accepted_TK, plan.place_TK, -1)
+        return combine_rows(rows_QH, weights_TK, place_TK, plan.assignment_Q, rows_QH.dtype)

@@ -9,7 +9,6 @@ reads, with the same map, the same rows and the same results. Its traffic is not
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep.agreed import Receivers, gather_counts, storage_starts
+from ep_jax.ep.agreed import Receivers, gather_counts, in_cells, storage_starts
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
-from ep_jax.ep.ranking import invert, rank_in_group
-from ep_jax.ep.returned import Returned, accepted_places, combine_places
+from ep_jax.ep.ranking import invert
+from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows
 from ep_jax.ep.settings import EPConfig
@@ -41,10 +40,7 @@ def route_map(ids_TK: jax.Array, kept_SDe: jax.Array, me: jax.Array, receivers: 
     ids_TK is -1 at invalid tokens.
     """
     shape, rows = receivers.shape, receivers.rows(0)
-    ids_A = ids_TK.reshape(-1)
-    rank_A = rank_in_group(ids_A, shape.num_experts)
-    destination_A, local_A = ids_A // shape.local_experts, ids_A % shape.local_experts
-    kept_A = (ids_A >= 0) & (rank_A < kept_SDe[me, destination_A, local_A])
+    destination_A, local_A, rank_A, kept_A = in_cells(ids_TK.reshape(-1), kept_SDe[me])
     starts = [storage_starts(kept_SDe[:, :, receivers.experts_of(wave)]) for wave in range(receivers.waves)]
     start_A = jnp.concatenate(starts, axis=1)[destination_A, local_A, me]
     row_A = ((local_A // receivers.group) * shape.num_shards + destination_A) * rows + start_A + rank_A
@@ -52,7 +48,7 @@ def route_map(ids_TK: jax.Array, kept_SDe: jax.Array, me: jax.Array, receivers: 
 
 
 @dataclasses.dataclass(frozen=True)
-class Rowwise:
+class Rowwise(ReturnsRows):
     """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
 
     settings: EPConfig
@@ -98,13 +94,3 @@ class Rowwise:
         """Every shard's results of the wave, [S*N, H], for the combine to read from."""
         gathered = gather_shards(results_NH, 0, ("ep",), results_NH.dtype)
         return Returned(checkpoint_name(gathered, "returned_rows"), None)
-
-    def accepted(self, returned: Sequence[Returned], plan: RowwisePlan) -> jax.Array:
-        """bool [T,K]: the assignments that were kept."""
-        return accepted_places(returned, plan.place_TK)
-
-    def combine(
-        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: RowwisePlan
-    ) -> jax.Array:
-        """The weighted sum over each token's kept rows."""
-        return combine_places(returned, weights_TK, accepted_TK, plan)

@@ -13,13 +13,14 @@ ORDERS = ("sequence", "position", "choice", "weight")
 RECEIVES = ("expert", "pool")
 AGREEMENTS = ("tail", "round_robin", "water_fill")
 SCHEDULES = ("sequential", "overlapped")
+WITH_ROWS_SENT = ("rescale", "premix", "emulated_shards")  # of every transport that sends rows
 # Settings that a transport does not use are accepted, and named once at the start of a run.
 USED = {
-    "pooled_wave": ("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "rescale", "premix"),
-    "fixed_cell": ("sender_factor", "order", "waves", "schedule", "rescale", "premix"),
-    "ragged": ("receiver_factor", "agreed", "waves", "schedule", "rescale", "premix", "updates_per_cell"),
-    "rowwise": ("receiver_factor", "agreed", "waves", "schedule", "rescale", "premix"),
-    "ring": ("receiver_factor", "agreed", "rescale", "premix"),
+    "pooled_wave": ("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", *WITH_ROWS_SENT),
+    "fixed_cell": ("sender_factor", "order", "waves", "schedule", *WITH_ROWS_SENT),
+    "ragged": ("receiver_factor", "agreed", "waves", "schedule", "updates_per_cell", *WITH_ROWS_SENT),
+    "rowwise": ("receiver_factor", "agreed", "waves", "schedule", *WITH_ROWS_SENT),
+    "ring": ("receiver_factor", "agreed", *WITH_ROWS_SENT),
     "dense": (),
 }
 
@@ -60,11 +61,23 @@ class EPConfig:
     updates_per_cell: int = setting(
         1, at_least=1, doc="ragged transfers per (peer, local expert); more can be faster on GPUs"
     )
+    emulated_shards: int = setting(
+        0,
+        at_least=0,
+        unit="shards",
+        doc="drop what an ep group of so many shards would drop, on the devices there are; rows are computed where "
+        "they are, nothing is sent; 0 = not",
+    )
 
     @property
     def used(self) -> tuple[str, ...]:
         """The settings that the chosen transport looks at."""
         return USED[self.transport]
+
+    @property
+    def emulates(self) -> bool:
+        """Whether an ep group other than the mesh's decides the drops, and rows stay where they are."""
+        return self.emulated_shards > 0 and "emulated_shards" in self.used
 
     def describe(self) -> str:
         """The transport and what it uses, on one line."""

@@ -1,32 +1,34 @@
 """The fate of every assignment of an ep group of any size, on one device: the transports' own plan functions.
 
-Letters: S ep shards, E experts, T tokens per shard, K choices, W waves, P pool slots, Q = W*S*P.
+Letters: S ep shards, E experts, e local experts, T tokens per shard, K choices, W waves, P pool slots, Q = W*S*P.
 
 Plans are integer functions of one shard's arrays, so a shard axis is a `vmap` and the exchange a transpose. No rows, no
 values: routing recorded anywhere can be replayed through every policy, for 64 shards as for 8. Nothing is decided here;
-what is kept is decided where training decides it.
+what is kept is decided where training decides it. Many capacity factors at once: `ep_jax.replay.factors`.
 """
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ep_jax.ep.agreed import Receivers
-from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.agreed import Receivers, in_cells
+from ep_jax.ep.capacity import Capacity, LayerShape
 from ep_jax.ep.drops import fates
 from ep_jax.ep.fixed_cell import FixedCell, plan_cells
 from ep_jax.ep.pooled_wave import PooledWave, plan_sender
-from ep_jax.ep.ranking import count_groups, rank_in_group
+from ep_jax.ep.ranking import count_groups
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.settings import EPConfig
 
 
 @functools.partial(jax.jit, static_argnames=("num_experts", "sequence_length", "settings"))
 def simulate(
-    expert_ids_STK: jax.Array,
-    weights_STK: jax.Array,
-    valid_ST: jax.Array,
+    expert_ids_STK: jax.typing.ArrayLike,
+    weights_STK: jax.typing.ArrayLike,
+    valid_ST: jax.typing.ArrayLike,
     *,
     num_experts: int,
     sequence_length: int,
@@ -37,61 +39,132 @@ def simulate(
     The arrays are those of `routed_experts` (int32, float32, bool) with a leading axis for the shards of one ep group.
     num_experts must be a multiple of S, and T of sequence_length.
     """
-    shards, tokens, choices = expert_ids_STK.shape
-    shape = LayerShape(shards, num_experts, choices, tokens)
-    group = settings.premix if "premix" in settings.used else 1
+    group = shard_group(expert_ids_STK, weights_STK, valid_ST, num_experts, sequence_length, settings)
+    return fates_under(group, own_limits(settings, group.shape))
+
+
+class Limits(NamedTuple):
+    """The capacities that decide; empty where a transport has none."""
+
+    senders: tuple[Capacity, ...]  # one or none
+    receivers: tuple[Capacity, ...]  # of each wave of an agreed transport, one for all waves of pooled_wave
+
+
+def own_limits(settings: EPConfig, shape: LayerShape) -> Limits:
+    """The capacities of the transport that `settings` name. Raises ConfigError for a factor that int32 cannot hold."""
+    if settings.transport == "pooled_wave":
+        pooled = PooledWave(settings, shape)
+        return Limits((pooled.pool,), (pooled.receiver,))
+    if settings.transport == "fixed_cell":
+        return Limits((FixedCell(settings, shape).cell,), ())
+    if "agreed" in settings.used:
+        receivers = Receivers(settings, shape)
+        return Limits((), tuple(receivers.capacity(wave) for wave in range(receivers.waves)))
+    return Limits((), ())
+
+
+class ShardGroup(NamedTuple):
+    """One ep group with the shard axis first in all arrays."""
+
+    settings: EPConfig
+    shape: LayerShape
+    premix: int  # members of a pre-mix group, 1 where there is none
+    routes: Routes  # as senders see them, after the pre-mix
+
+
+def shard_group(
+    expert_ids_STK: jax.typing.ArrayLike,
+    weights_STK: jax.typing.ArrayLike,
+    valid_ST: jax.typing.ArrayLike,
+    num_experts: int,
+    sequence_length: int,
+    settings: EPConfig,
+) -> ShardGroup:
+    """The ep group of the arguments of `simulate`; expert ids may be of any integer type."""
+    ids_STK, valid_ST = jnp.asarray(expert_ids_STK).astype(jnp.int32), jnp.asarray(valid_ST)
+    shards, tokens, choices = ids_STK.shape
+    premix = settings.premix if "premix" in settings.used else 1
     column_ST = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None] % sequence_length, valid_ST.shape)
-    ids, weights, valid, column = (_mix(x, group) for x in (expert_ids_STK, weights_STK, valid_ST, column_ST))
+    ids, weights, valid, column = (_mix(x, premix) for x in (ids_STK, jnp.asarray(weights_STK), valid_ST, column_ST))
     routes = Routes(
         expert_ids_TK=ids,
         weights_TK=weights,
         valid_T=valid,
         group_valid=jnp.broadcast_to(jnp.sum(valid_ST, dtype=jnp.int32), (shards,)),
         sequence_length=sequence_length,
-        position_T=column if group > 1 else None,
+        position_T=column if premix > 1 else None,
     )
-    sent, accepted = _KEEP[settings.transport](routes, shape, settings)
-    return _unmix(jax.vmap(fates)(valid, sent, accepted), group)
+    return ShardGroup(settings, LayerShape(shards, num_experts, choices, tokens), premix, routes)
 
 
-def _keep_pooled(routes: Routes, shape: LayerShape, settings: EPConfig) -> tuple[jax.Array, jax.Array]:
-    transport = PooledWave(settings, shape)
-    plan = functools.partial(plan_sender, shape=shape, pool=transport.pool, order=settings.order, waves=settings.waves)
-    place_STK, _, local_id_SQ = jax.vmap(plan)(routes)
-    slots = (shape.num_shards, settings.waves, shape.num_shards, transport.pool_rows)
-    arriving_DWSP = local_id_SQ.reshape(slots).transpose(2, 1, 0, 3)  # the exchange
+def fates_under(group: ShardGroup, limits: Limits) -> jax.Array:
+    """int8 [S,T,K]: the fates under `limits` and, in all else, the group's settings; at the original shards."""
+    sent_STK, accepted_STK = _KEEP[group.settings.transport](group, limits)
+    return _unmix(jax.vmap(fates)(group.routes.valid_T, sent_STK, accepted_STK), group.premix)
 
-    limit = transport.receiver.logical_rows(routes.group_valid[0])
-    receive = jax.vmap(jax.vmap(lambda local_id_SP: transport.accept(local_id_SP, limit).row_SP >= 0))
-    accepted_SQ = receive(arriving_DWSP).transpose(2, 1, 0, 3).reshape(shape.num_shards, -1)  # and back
+
+# --- one function a transport: (group, limits) -> (sent bool [S,T,K], accepted bool [S,T,K]) --------------------------
+
+
+def _keep_pooled(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:
+    place_STK, accepted_DWSP = exchange_pooled(group, limits)
+    accepted_SQ = accepted_DWSP.transpose(2, 1, 0, 3).reshape(group.shape.num_shards, -1)  # and back
     taken_STK = jax.vmap(lambda accepted_Q, place_TK: accepted_Q[jnp.maximum(place_TK, 0)])(accepted_SQ, place_STK)
     return place_STK >= 0, (place_STK >= 0) & taken_STK
 
 
-def _keep_cells(routes: Routes, shape: LayerShape, settings: EPConfig) -> tuple[jax.Array, jax.Array]:
-    cell = FixedCell(settings, shape).cell
-    plans = jax.vmap(lambda shard: plan_cells(shard, shape, cell, settings.order, settings.waves))(routes)
-    return plans.sent_TK, plans.sent_TK
+def exchange_pooled(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:
+    """(the slot int32 [S,T,K] of each assignment, -1 unsent; bool [D,W,S,P]: the slots that D receivers accept)."""
+    shape, settings, [pool] = group.shape, group.settings, limits.senders
+    plan = functools.partial(plan_sender, shape=shape, pool=pool, order=settings.order, waves=settings.waves)
+    place_STK, _, local_id_SQ = jax.vmap(plan)(group.routes)
+    slots = (shape.num_shards, settings.waves, shape.num_shards, pool.static_rows(shape.tokens))
+    arriving_DWSP = local_id_SQ.reshape(slots).transpose(2, 1, 0, 3)  # the exchange
+
+    limit, transport = limits.receivers[0].logical_rows(group.routes.group_valid[0]), PooledWave(settings, shape)
+    receive = jax.vmap(jax.vmap(lambda local_id_SP: transport.accept(local_id_SP, limit).row_SP >= 0))
+    return place_STK, receive(arriving_DWSP)
 
 
-def _keep_agreed(routes: Routes, shape: LayerShape, settings: EPConfig) -> tuple[jax.Array, jax.Array]:
-    ids_STK = routes.valid_ids_TK  # with the shard axis in front
-    ids_SA = ids_STK.reshape(shape.num_shards, -1)
-    counts_SE = jax.vmap(lambda ids_A: count_groups(ids_A, shape.num_experts))(ids_SA)
-    kept_SDe = Receivers(settings, shape).keep(counts_SE, routes.group_valid[0])
-    rank_SA = jax.vmap(lambda ids_A: rank_in_group(ids_A, shape.num_experts))(ids_SA)
-    kept_SE = kept_SDe.reshape(shape.num_shards, shape.num_experts)
-    kept_SA = (ids_SA >= 0) & (rank_SA < jnp.take_along_axis(kept_SE, jnp.maximum(ids_SA, 0), axis=1))
+def _keep_cells(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:
+    settings, [cell] = group.settings, limits.senders
+    plan = functools.partial(plan_cells, shape=group.shape, capacity=cell, order=settings.order, waves=settings.waves)
+    sent_STK = jax.vmap(plan)(group.routes).sent_TK
+    return sent_STK, sent_STK
+
+
+def _keep_agreed(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:
+    ids_STK = group.routes.valid_ids_TK
+    ids_SA = ids_STK.reshape(group.shape.num_shards, -1)
+    kept_SDe = agree(group, limits)
+    kept_SA = jax.vmap(lambda ids_A, kept_De: in_cells(ids_A, kept_De).kept_A)(ids_SA, kept_SDe)
     return ids_STK >= 0, kept_SA.reshape(ids_STK.shape)
 
 
-def _keep_all(routes: Routes, shape: LayerShape, settings: EPConfig) -> tuple[jax.Array, jax.Array]:
-    del shape, settings
-    everything = jnp.broadcast_to(routes.valid_T[..., None], routes.expert_ids_TK.shape)
+def agree(group: ShardGroup, limits: Limits) -> jax.Array:
+    """int32 [S sources, S destinations, e]: the rows that each cell may send."""
+    ids_SA = group.routes.valid_ids_TK.reshape(group.shape.num_shards, -1)
+    counts_SE = jax.vmap(lambda ids_A: count_groups(ids_A, group.shape.num_experts))(ids_SA)
+    receivers = _LimitedReceivers(group.settings, group.shape, limits.receivers)
+    return receivers.keep(counts_SE, group.routes.group_valid[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _LimitedReceivers(Receivers):
+    """Receivers of an agreed transport with the capacities of `limits`."""
+
+    limits: tuple[Capacity, ...]
+
+    def capacity(self, wave: int) -> Capacity:
+        return self.limits[wave]
+
+
+def _keep_all(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:
+    del limits
+    everything = jnp.broadcast_to(group.routes.valid_T[..., None], group.routes.expert_ids_TK.shape)
     return everything, everything
 
 
-# transport -> (routes of all shards, shape, settings) -> (sent [S,T,K], accepted [S,T,K])
 _KEEP = {
     "pooled_wave": _keep_pooled,
     "fixed_cell": _keep_cells,

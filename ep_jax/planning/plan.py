@@ -191,6 +191,11 @@ def _warnings(config: RunConfig, hardware: Hardware, found: Memory) -> list[str]
         lines.append(
             "ep.transport = rowwise: planned as one-sided writes; today it runs as an emulation that needs more"
         )
+    if config.ep.emulates:
+        lines.append(
+            f"ep.emulated_shards = {config.ep.emulated_shards}: planned as the real group of mesh.ep = "
+            f"{config.mesh.ep}; the emulation gathers all experts instead of sending rows"
+        )
     shape = LayerShape(config.mesh.ep, config.router.num_experts, config.router.experts_per_token, 1)
     if config.ep.transport != "dense" and shape.num_shards == 1:
         lines.append("mesh.ep = 1: no row leaves its GPU")

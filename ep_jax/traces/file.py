@@ -5,7 +5,7 @@ tokens of a shard in one microbatch (whole packed rows), K choices, P stages (va
 
 A trace is a folder of `step_00000120.part0of1.npz`, or one such file. Each is a NumPy archive (a zip file: every array
 carries a CRC-32, checked when it is read) of
-  header      JSON text: the fields of `TraceHeader`, and "version"
+  header      JSON text: the fields of `TraceHeader`, "version", and the names of the other "arrays"
   step        int64, the step (counted from 1) or the batch of an evaluation
   shards      int32 [s], which of the S source shards this part holds
   expert_ids  [N,M,s,T,K], uint8 up to 256 experts, else uint16
@@ -18,6 +18,7 @@ That is 5 or 6 bytes an assignment and 17 a token. Files appear whole or not at 
 """
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -93,11 +94,19 @@ def id_type(num_experts: int) -> Any:
 
 
 def write_step(folder: Path, part: TraceStep, *, index: int = 0, count: int = 1) -> Path:
-    """Writes part `index` of `count` of a step, whole or not at all; returns the path. Raises OSError."""
+    """Writes part `index` of `count` of a step, whole or not at all; returns the path.
+
+    Raises OSError, and TraceError for an expert id that is not below num_experts.
+    """
+    ids = part.expert_ids_NMSTK[:, part.valid_MST]
+    if ids.size and not 0 <= ids.min() <= ids.max() < part.header.num_experts:
+        raise TraceError(
+            f"step {part.step}: found expert ids {ids.min()} to {ids.max()}, allowed are 0 to "
+            f"{part.header.num_experts - 1}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{part.step:08d}.part{index}of{count}.npz"
     arrays: dict[str, Any] = {
-        "header": np.array(json.dumps({"version": VERSION, **dataclasses.asdict(part.header)})),
         "step": np.int64(part.step),
         "shards": _shards_of(part).astype(np.int32),
         "expert_ids": part.expert_ids_NMSTK.astype(id_type(part.header.num_experts)),
@@ -108,6 +117,8 @@ def write_step(folder: Path, part: TraceStep, *, index: int = 0, count: int = 1)
     }
     if part.counts_NPE is not None:
         arrays["counts"] = part.counts_NPE.astype(np.int64)
+    header = {"version": VERSION, "arrays": list(arrays), **dataclasses.asdict(part.header)}
+    arrays["header"] = np.array(json.dumps(header))
     scratch = path.with_suffix(".unfinished")
     with scratch.open("wb") as file:
         np.savez_compressed(file, **arrays)  # ids and weights shrink little, the rest to nothing
@@ -147,9 +158,9 @@ class Trace:
         """All shards of one step, in mesh order. Raises TraceError, also when a checksum does not fit."""
         parts = [_read_part(path) for path in self._parts[step]]
         first = parts[0]
-        for part in parts:
+        for path, part in zip(self._parts[step], parts, strict=True):
             if dataclasses.replace(part.header, source="") != dataclasses.replace(self.header, source=""):
-                raise TraceError(f"{self.path}: step {step}: found a part of another trace")
+                raise TraceError(f"{path}: found a part of another trace than the first file's")
         shards_S = np.concatenate([_shards_of(part) for part in parts])
         if sorted(shards_S.tolist()) != list(range(len(shards_S))):
             raise TraceError(f"{self.path}: step {step}: expected every source shard once, found {sorted(shards_S)}")
@@ -157,7 +168,9 @@ class Trace:
 
         def joined(name: str, axis: int) -> np.ndarray:
             pieces = [getattr(part, name) for part in parts]
-            return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=axis).take(order_S, axis=axis)
+            if (np.diff(shards_S) == 1).all() and len(pieces) == 1:
+                return pieces[0]
+            return np.concatenate(pieces, axis=axis).take(order_S, axis=axis)
 
         return TraceStep(
             header=first.header,
@@ -183,12 +196,20 @@ def _shards_of(part: TraceStep) -> np.ndarray:
 
 def _read_part(path: Path) -> TraceStep:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        # Members as a whole: NumPy stops where an array's own header says, before the checksum if that is damaged.
+        with zipfile.ZipFile(path) as archive:
+            members = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
+        arrays = {
+            name: np.lib.format.read_array(io.BytesIO(content), allow_pickle=False) for name, content in members.items()
+        }
         header = json.loads(str(arrays["header"]))
         version = header.pop("version")
         if version != VERSION:
             raise TraceError(f"{path}: found version {version} of the trace format, allowed is {VERSION}")
+        if set(header.pop("arrays")) != arrays.keys() - {"header"}:
+            raise TraceError(f"{path}: expected a trace file, found it damaged (arrays {', '.join(arrays)})")
+        if int(arrays["step"]) != int(path.stem.partition(".")[0].removeprefix("step_")):
+            raise TraceError(f"{path}: found step {arrays['step']} inside, allowed is the step of its name")
         return TraceStep(
             header=TraceHeader(**header),
             step=int(arrays["step"]),
@@ -202,5 +223,5 @@ def _read_part(path: Path) -> TraceStep:
         )
     except TraceError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise TraceError(f"{path}: expected a trace file, found it damaged or something else ({error})") from error

@@ -30,13 +30,16 @@ class Recorder:
 
     def __init__(self, config: RunConfig, mesh: Mesh, layout: Layout, folder: Path, source: str):
         self.config, self.layout, self.folder = config, layout, folder
-        self.shards = mesh.size
+        self.devices = mesh.size
+        emulated = config.ep.emulated_shards if "emulated_shards" in config.ep.used else 0
+        self.shards_of_device = emulated // config.mesh.ep if emulated else 1
         self.header = TraceHeader(
             num_experts=config.router.num_experts,
             sequence_length=config.data.sequence_length,
-            ep=config.mesh.ep,
+            ep=emulated or config.mesh.ep,
             source=source,
-            policy=dataclasses.asdict(config.ep),
+            # Recorded shard by shard, an emulated group is a group like any other.
+            policy=dataclasses.asdict(config.ep) | {"emulated_shards": 0},
         )
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="trace")
         self.waiting: deque[Future] = deque()
@@ -79,15 +82,16 @@ class Recorder:
             self.writer.shutdown()
 
     def _write(self, step: int, routes: Any, counts_NPE: Any, rows: np.ndarray) -> None:
-        ids_by_shard, weights_by_shard = (self._by_shard(array) for array in routes)
-        shards_s = sorted(ids_by_shard)
+        ids_by_device, weights_by_device = (self._by_device(array) for array in routes)
+        devices, split = sorted(ids_by_device), self.shards_of_device
+        shards_s = [device * split + i for device in devices for i in range(split)]
         document, position = self.layout.origins(rows)
         document, position = (array.reshape(array.shape[0], len(shards_s), -1) for array in (document, position))
         part = TraceStep(
             header=self.header,
             step=step,
-            expert_ids_NMSTK=self._stack(ids_by_shard),
-            weights_NMSTK=self._stack(weights_by_shard),
+            expert_ids_NMSTK=self._stack(ids_by_device),
+            weights_NMSTK=self._stack(weights_by_device),
             valid_MST=document >= 0,
             document_MST=document,
             position_MST=position,
@@ -96,11 +100,14 @@ class Recorder:
         )
         write_step(self.folder, part, index=jax.process_index(), count=jax.process_count())
 
-    def _by_shard(self, array: jax.Array) -> dict[int, np.ndarray]:
-        """This process's shards of [M, N, D*T, K] by their place in mesh order."""
-        tokens = array.shape[2] // self.shards
+    def _by_device(self, array: jax.Array) -> dict[int, np.ndarray]:
+        """This process's parts of [M, N, D*T, K] by their devices' places in mesh order."""
+        tokens = array.shape[2] // self.devices
         return {(piece.index[2].start or 0) // tokens: np.asarray(piece.data) for piece in array.addressable_shards}
 
-    def _stack(self, by_shard: dict[int, np.ndarray]) -> np.ndarray:
+    def _stack(self, by_device: dict[int, np.ndarray]) -> np.ndarray:
         """[N,M,s,T,K] in mesh order."""
-        return np.stack([by_shard[shard] for shard in sorted(by_shard)], axis=0).transpose(2, 1, 0, 3, 4)
+        parts_MNDTK = np.stack([by_device[device] for device in sorted(by_device)], axis=2)
+        microbatches, layers, devices, tokens, choices = parts_MNDTK.shape
+        split = (devices * self.shards_of_device, tokens // self.shards_of_device)
+        return parts_MNDTK.reshape(microbatches, layers, *split, choices).swapaxes(0, 1)

@@ -142,3 +142,12 @@ def test_size_is_told_before_it_is_written(traced):
     recorder = Recorder(config, mesh_of(config), stream.layout, traced / TRACE_FOLDER, "test")
     assert recorder.step_bytes == 2 * 16 * 16 * 2 * (1 + 4)  # layers, rows, columns, choices, bytes
     recorder.close()
+
+
+def test_emulated_shards_are_recorded_as_shards(corpus, tmp_path):
+    changes = dict(ep__emulated_shards=8, train__sequences_per_step=16, train__steps=2, trace__every=2)
+    assert train_here(corpus, tmp_path / "run", (1, 2, 4), **changes).code == exits.DONE
+    [step] = Trace(tmp_path / "run" / TRACE_FOLDER)
+    assert (step.header.ep, step.valid_MST.shape) == (8, (1, 16, 16))
+    assert step.counts_NPE[:, 1:].sum() > 0
+    np.testing.assert_array_equal(step.counts_NPE, oracle_counts(step))

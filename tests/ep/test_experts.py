@@ -1,0 +1,94 @@
+"""Experts on grouped rows: blocks and ragged products against NumPy in float64, odd and empty groups, unused tails."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ep_jax.ep import blocks
+from ep_jax.ep.experts import RaggedRows, swiglu_experts
+
+H, F = 8, 4
+SIZES = ([0, 1, 7, 63, 64, 65, 300], [500, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 512])
+ROWS = 512
+
+
+def problem(sizes, seed=0):
+    rng = np.random.default_rng(seed)
+    x, dy = rng.standard_normal((2, ROWS, H))
+    x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan  # nobody may look there
+    return x, rng.standard_normal((7, H, 2 * F)), rng.standard_normal((7, F, H)), dy
+
+
+def reference(sizes, x, w_in, w_out, dy):
+    """Outputs and gradients, row by row in float64; zero past the last group."""
+    y, dx = np.zeros_like(x), np.zeros_like(x)
+    d_in, d_out = np.zeros_like(w_in), np.zeros_like(w_out)
+    row = 0
+    for expert, size in enumerate(sizes):
+        for _ in range(size):
+            hidden = x[row] @ w_in[expert]
+            gate, up = hidden[:F], hidden[F:]
+            sigmoid = 1 / (1 + np.exp(-gate))
+            middle = gate * sigmoid * up
+            y[row] = middle @ w_out[expert]
+            d_middle = w_out[expert] @ dy[row]
+            d_gate = d_middle * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
+            d_hidden = np.concatenate([d_gate, d_middle * gate * sigmoid])
+            d_out[expert] += np.outer(middle, dy[row])
+            d_in[expert] += np.outer(x[row], d_hidden)
+            dx[row] = w_in[expert] @ d_hidden
+            row += 1
+    return y, dx, d_in, d_out
+
+
+@pytest.fixture(scope="module", params=["blocks", "ragged"])
+def compiled(request):
+    """Jitted (x, w_in, w_out, dy, sizes) -> outputs and gradients, by either implementation."""
+
+    def run(x, w_in, w_out, dy, sizes):
+        y, pull = jax.vjp(lambda x, a, b: swiglu_experts(RaggedRows(x, sizes), a, b), x, w_in, w_out)
+        return y, *pull(jnp.where(jnp.arange(ROWS)[:, None] < sizes.sum(), dy, 0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "worthwhile", lambda *_: request.param == "blocks")
+        arrays = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in problem(SIZES[0])]
+        return jax.jit(run).lower(*arrays, jax.ShapeDtypeStruct((7,), jnp.int32)).compile()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_values_and_gradients(compiled, sizes):
+    given = problem(sizes)
+    found = compiled(*(jnp.asarray(a, jnp.float32) for a in given), jnp.array(sizes, jnp.int32))
+    for name, got, wanted in zip(("y", "dx", "d_in", "d_out"), found, reference(sizes, *given), strict=True):
+        got = np.asarray(got)
+        if name in ("d_in", "d_out"):  # of each expert on its own: one wrong expert must show
+            for expert in range(7):
+                np.testing.assert_allclose(got[expert], wanted[expert], atol=2e-5 * np.abs(wanted).max(), rtol=1e-4)
+        else:
+            np.testing.assert_allclose(got, np.nan_to_num(wanted), atol=2e-5 * max(np.abs(wanted).max(), 1))
+
+
+def test_every_row_has_one_place_and_blocks_one_expert():
+    rng = np.random.default_rng(1)
+    for sizes in [*SIZES, *rng.multinomial(500, rng.dirichlet(np.ones(7)), 5).tolist()]:
+        plan = jax.tree.map(np.asarray, blocks.plan_blocks(jnp.array(sizes, jnp.int32), ROWS))
+        used = plan.row_bB[plan.row_bB >= 0]
+        assert sorted(used.tolist()) == list(range(sum(sizes)))
+        for row in used.tolist():
+            assert plan.row_bB.ravel()[plan.place_N[row]] == row
+        assert (plan.place_N[sum(sizes) :] == -1).all()
+        expert_of_row = np.repeat(np.arange(7), sizes)
+        for block, experts in zip(plan.row_bB, plan.expert_be, strict=True):
+            held = block[block >= 0]
+            assert experts.sum() == (len(held) > 0)
+            assert set(expert_of_row[held]) <= set(np.flatnonzero(experts))
+
+
+def test_large_experts_are_left_to_ragged_products():
+    def weights(experts, width, hidden):
+        return jax.ShapeDtypeStruct((experts, width, 2 * hidden), jnp.bfloat16)
+
+    assert blocks.worthwhile(65_536, weights(96, 192, 192))
+    assert not blocks.worthwhile(65_536, weights(16, 3072, 3072))
+    assert not blocks.worthwhile(65_536, weights(1, 192, 192))
