@@ -132,7 +132,8 @@ def test_the_header_states_the_sizes(name, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_six_runs_share_one_h200(width):
-    """The planned peak of each fits its share. Emulated shards compute like `dense`, and are planned as such."""
+    """The planned peak of each fits its share (measured on one H200: 2.8 GiB for ep_d384). Emulated shards compute like
+    `dense`, and are planned as such."""
     for config in arms(width):
         planned = dataclasses.replace(config, ep=dataclasses.replace(config.ep, transport="dense"))
         assert memory(Sizes(planned)).peak < MEMORY_SHARE_BYTES

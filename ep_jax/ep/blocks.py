@@ -31,24 +31,27 @@ def block_rows(rows: int, experts: int) -> int:
     return min(MOST_ROWS, -(-max(rows // experts, 1) // 8) * 8)
 
 
-def worthwhile(rows: int, w_gate_up_eH2F: jax.Array) -> bool:
-    """Whether copying weights for each block costs less than what it saves."""
-    experts, width, hidden = w_gate_up_eH2F.shape
+def worthwhile(rows: int, experts: int, width: int, hidden: int) -> bool:
+    """Whether copying an expert's weights [width, hidden] for each block costs less than it saves."""
     copied, used = width * hidden, block_rows(rows, experts) * (width + hidden)
     return experts > 1 and copied <= MOST_COPIED * used
+
+
+def num_blocks(rows: int, experts: int) -> int:
+    """b: enough however the rows are divided over the experts."""
+    return -(-rows // block_rows(rows, experts)) + experts
 
 
 def plan_blocks(sizes_e: jax.Array, rows: int) -> Blocks:
     """The blocks of `rows` rows (static N) of which the first sum(sizes_e) are in groups."""
     experts = sizes_e.shape[0]
     size = block_rows(rows, experts)
-    blocks = -(-rows // size) + experts
     ends_e = jnp.cumsum(sizes_e)
     blocks_e = -(-sizes_e // size)
     block_ends_e = jnp.cumsum(blocks_e)
     first_e, first_block_e = ends_e - sizes_e, block_ends_e - blocks_e
 
-    block_b = jnp.arange(blocks, dtype=jnp.int32)
+    block_b = jnp.arange(num_blocks(rows, experts), dtype=jnp.int32)
     expert_be = (block_b[:, None] >= first_block_e[None]) & (block_b[:, None] < block_ends_e[None])
 
     def of_expert(values_e):  # unused blocks get 0

@@ -37,7 +37,7 @@ def swiglu_experts(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eF
         hidden_eR2F = jnp.einsum("erh,ehf->erf", expert_rows.rows_eRH, w_gate_up_eH2F)
         return jnp.einsum("erf,efh->erh", _gate(hidden_eR2F), w_down_eFH)
     rows_NH, sizes_e = expert_rows
-    if blocks.worthwhile(rows_NH.shape[0], w_gate_up_eH2F):
+    if blocks.worthwhile(rows_NH.shape[0], *w_gate_up_eH2F.shape):
         plan = blocks.plan_blocks(sizes_e, rows_NH.shape[0])
         w_gate_up, w_down = (blocks.weights_of_blocks(w, plan) for w in (w_gate_up_eH2F, w_down_eFH))
         hidden_bB2F = jnp.einsum("brh,bhf->brf", blocks.to_blocks(rows_NH, plan), w_gate_up)

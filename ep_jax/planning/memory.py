@@ -22,6 +22,7 @@ Activations of a layer, what its backward pass reads:
 Rows grouped by expert without fixed places (ragged, rowwise, ring, dense, receive = pool) go through
 `jax.lax.ragged_dot`, which XLA lowers, unless a kernel replaces it, to products over all experts of the wave:
 experts*rows*(H + 3*F)*c more while one wave is worked on (`ragged_dot`). It is often the largest number of a plan.
+Small experts go through `ep/blocks.py` instead: weights and rows of its blocks, twice with their gradients.
 
 Remat keeps: none - all of it and the gathered weights of every layer; full - T*D*c a block; exchanges - that, and of
 each layer what arrived by the two exchanges (received + returned) and the plan's integers. The backward pass of a block
@@ -41,6 +42,7 @@ compiled programs exactly and temporaries within a factor of 2; peaks measured o
 import dataclasses
 from typing import NamedTuple
 
+from ep_jax.ep import blocks
 from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.fixed_cell import FixedCell
@@ -211,7 +213,7 @@ def layer_activations(sizes: Sizes) -> dict[str, int]:
 
 
 def ragged_dot(sizes: Sizes) -> int:
-    """Bytes of the products over all experts that XLA makes of one wave's ragged matmuls; 0 for rows R apart."""
+    """Bytes that the grouped products of one wave take besides their rows; 0 where each expert has rows of its own."""
     settings, shape, model = sizes.config.ep, sizes.shape, sizes.config.model
     if settings.transport == "fixed_cell" or (settings.transport == "pooled_wave" and settings.receive == "expert"):
         return 0
@@ -219,7 +221,11 @@ def ragged_dot(sizes: Sizes) -> int:
     if experts is None:
         experts = Receivers(settings, shape).group
     rows = wave_rows(settings, shape, model.latent_dim).experts
-    return experts * rows * (model.latent_dim + 3 * model.expert_hidden_dim) * sizes.itemsize
+    width, hidden = model.latent_dim, model.expert_hidden_dim
+    if blocks.worthwhile(rows, experts, width, 2 * hidden):
+        of_block = 3 * width * hidden + blocks.block_rows(rows, experts) * (2 * width + 3 * hidden)
+        return 2 * blocks.num_blocks(rows, experts) * of_block * sizes.itemsize
+    return experts * rows * (width + 3 * hidden) * sizes.itemsize
 
 
 def uses_cudnn(model: ModelConfig) -> bool:

@@ -86,9 +86,6 @@ def test_every_row_has_one_place_and_blocks_one_expert():
 
 
 def test_large_experts_are_left_to_ragged_products():
-    def weights(experts, width, hidden):
-        return jax.ShapeDtypeStruct((experts, width, 2 * hidden), jnp.bfloat16)
-
-    assert blocks.worthwhile(65_536, weights(96, 192, 192))
-    assert not blocks.worthwhile(65_536, weights(16, 3072, 3072))
-    assert not blocks.worthwhile(65_536, weights(1, 192, 192))
+    assert blocks.worthwhile(65_536, 96, 192, 384)
+    assert not blocks.worthwhile(65_536, 16, 3072, 6144)
+    assert not blocks.worthwhile(65_536, 1, 192, 384)
