@@ -18,11 +18,18 @@ _INDENT = 44
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of one command beside the settings, e.g. Option("run", "DIR", "the run folder to evaluate")."""
+    """An option of one command beside the settings, e.g. Option("run", "DIR", "the run folder to evaluate").
+
+    Without a metavar it is a flag: typed as `--name` alone, and then an empty text among the options.
+    """
 
     name: str
     metavar: str
     doc: str
+
+    @property
+    def usage(self) -> str:
+        return f"--{self.name} {self.metavar}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +53,18 @@ def parse_args(argv: Sequence[str], *, command: str, description: str) -> RunCon
 def split_args(argv: Sequence[str], *, command: str, description: str, extra: Sequence[Option] = ()) -> Arguments:
     """Splits a command line without reading any file, for commands with options of their own; else as `parse_args`.
 
-    `--name VALUE` and `--name=VALUE` are the same; a value that begins with "--" needs the second form.
-    Names are checked here, values by `load`.
+    `--name VALUE` and `--name=VALUE` are the same; a value that begins with "--" needs the second form. A flag has no
+    value. Names are checked here, values by `load`.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text(command, description, extra))
         raise SystemExit(0)
     own = [option.name for option in (_CONFIG, *extra)]
+    flags = [option.name for option in extra if not option.metavar]
     overrides, options = [], {}
     rest = list(argv)
     while rest:
-        name, value = _take(rest)
+        name, value = _take(rest, flags)
         if name in keys():
             overrides.append((name, value))
         elif name not in own:
@@ -71,9 +79,12 @@ def split_args(argv: Sequence[str], *, command: str, description: str, extra: Se
 def help_text(command: str, description: str, extra: Sequence[Option] = ()) -> str:
     """The help: usage, the command's own options, then every setting by section; at most 110 columns."""
     shipped = ", ".join(shipped_configs())
-    own = "".join(f" [--{option.name} {option.metavar}]" for option in extra)
+    words = [option.usage for option in (_CONFIG, *extra)]
+    # Options stay in one piece where the line breaks.
+    usage = " ".join(f"[{word}]".replace(" ", "\xa0") for word in (*words, "--section.key VALUE"))
+    wrapped = textwrap.wrap(f"usage: {command} {usage}...", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     lines = [
-        f"usage: {command} [--config PATH|NAME]{own} [--section.key VALUE]...",
+        *(line.replace("\xa0", " ") for line in wrapped),
         "",
         *textwrap.wrap(description, _WIDTH),
         "",
@@ -81,7 +92,7 @@ def help_text(command: str, description: str, extra: Sequence[Option] = ()) -> s
         *_entry("--config PATH|NAME", f"{_CONFIG.doc} (shipped: {shipped})"),
     ]
     for option in extra:
-        lines += _entry(f"--{option.name} {option.metavar}", option.doc)
+        lines += _entry(option.usage, option.doc)
     section = ""
     for key in keys().values():
         if key.section != section:
@@ -92,12 +103,16 @@ def help_text(command: str, description: str, extra: Sequence[Option] = ()) -> s
     return "\n".join(lines)
 
 
-def _take(rest: list[str]) -> tuple[str, str]:
-    """Removes one option from the front of `rest`: its name without dashes, and its value."""
+def _take(rest: list[str], flags: Sequence[str]) -> tuple[str, str]:
+    """Removes one option from the front of `rest`: its name without dashes, and its value, empty for a flag."""
     word = rest.pop(0)
     if not word.startswith("--") or word == "--":
         raise ConfigError(f"{word!r}: not an option; allowed is --section.key VALUE, or --help")
     name, equals, value = word.removeprefix("--").partition("=")
+    if name in flags:
+        if equals:
+            raise ConfigError(f"--{name} = {value!r}: takes no value; allowed is --{name}")
+        return name, ""
     if not equals:
         if not rest or rest[0].startswith("--"):
             raise ConfigError(f"--{name}: has no value; allowed is --{name} VALUE")

@@ -22,7 +22,8 @@ from ep_jax.metrics import DelayedMetrics, short_time
 from ep_jax.profiling import Profiler, device_description
 from ep_jax.report import DEVICES_FILE, NonFiniteError, Report, write_json
 from ep_jax.signals import TerminationRequest
-from ep_jax.step import State, make_train_step
+from ep_jax.state import State
+from ep_jax.step import make_train_step
 from ep_jax.traces.recorder import TRACE_FOLDER, Recorder
 
 

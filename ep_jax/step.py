@@ -21,19 +21,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_jax import mesh as placement
-from ep_jax.checkpoint import Point, restore
 from ep_jax.config import RunConfig
 from ep_jax.data import Batch
 from ep_jax.ep import EPConfig, routed_experts_local
-from ep_jax.ep.drops import profile
+from ep_jax.ep.drops import LocalDrops, profile
 from ep_jax.mesh import AXES, BATCH_AXES
 from ep_jax.model import balancing
-from ep_jax.model.transformer import Outputs, forward, init_params, initial_router_state, parameter_kinds
-from ep_jax.optimizer import gradient_norm, learning_rate_schedule, make_optimizer, optimizer_shardings
+from ep_jax.model.transformer import Outputs, forward, parameter_kinds
+from ep_jax.optimizer import gradient_norm, learning_rate_schedule
+from ep_jax.state import State, optimizer_of, state_shapes, state_shardings
 from ep_jax.traces.file import id_type as trace_id_type
 
 PROFILE_BINS = 16  # columns of a packed row are reported in so many bins
-State = dict[str, Any]  # step, params, opt_state, router, rng: see `init_state`
 BATCH_SPEC = PartitionSpec(None, BATCH_AXES, None)
 
 
@@ -82,72 +81,12 @@ class EvalSums(NamedTuple):
     routes: RecordedRoutes | None = None  # as in StepMetrics
 
 
-def state_shapes(config: RunConfig) -> State:
-    """ShapeDtypeStructs of the training state."""
-    return jax.eval_shape(lambda: _new_state(config))
-
-
-def state_shardings(config: RunConfig, mesh: Mesh) -> State:
-    """NamedSharding of every leaf of the training state: moments follow their parameter, the rest is replicated."""
-    shapes, kinds = state_shapes(config), parameter_kinds(config.model, config.router)
-    params = placement.shardings(mesh, placement.param_specs(kinds, shapes["params"]))
-    whole = NamedSharding(mesh, PartitionSpec())
-    return {
-        "step": whole,
-        "params": params,
-        "opt_state": optimizer_shardings(_optimizer(config), shapes["params"], params),
-        "router": jax.tree.map(lambda _: whole, shapes["router"]),
-        "rng": whole,
-    }
-
-
-def init_state(config: RunConfig, mesh: Mesh) -> State:
-    """The state before the first step, placed on the mesh; values depend on the seed alone, not on the mesh.
-
-    A dict: step int32 (completed steps), params (float32 master weights), opt_state (optax), router {"bias": float32
-    [N,E]}, rng (uint32 key data of the run's seed).
-    """
-    # It runs once: on CPU the compiler would spend longer on making it fast than it ever takes.
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    make = functools.partial(_new_state, config)
-    return jax.jit(make, out_shardings=state_shardings(config, mesh), compiler_options=options)()
-
-
-def state_target(config: RunConfig, mesh: Mesh) -> State:
-    """ShapeDtypeStructs of the state with their shardings, to restore a checkpoint into."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state_shapes(config),
-        state_shardings(config, mesh),
-    )
-
-
-def restore_state(config: RunConfig, mesh: Mesh, point: Point) -> State:
-    """The state of a checkpoint, placed on the mesh whatever mesh it was saved on."""
-    return restore(point, state_target(config, mesh))[0]
-
-
-def _new_state(config: RunConfig) -> State:
-    params, _ = init_params(config.model, config.router, config.train.seed)
-    return {
-        "step": jnp.zeros((), jnp.int32),
-        "params": params,
-        "opt_state": _optimizer(config).init(params),
-        "router": initial_router_state(config.model, config.router),
-        "rng": jax.random.key_data(jax.random.key(config.train.seed)),
-    }
-
-
-def _optimizer(config: RunConfig) -> optax.GradientTransformation:
-    return make_optimizer(config.optimizer, config.train.steps, parameter_kinds(config.model, config.router))
-
-
 def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], tuple[State, StepMetrics]]:
     """The compiled step (state, batch) -> (state, metrics). Donates the state.
 
     The batch is [M, B/M, L] placed by BATCH_SPEC; every mesh gives the same losses up to float32 rounding.
     """
-    optimizer = _optimizer(config)
+    optimizer = optimizer_of(config)
     learning_rate = learning_rate_schedule(config.optimizer, config.train.steps)
     kinds = parameter_kinds(config.model, config.router)
     shapes = state_shapes(config)
@@ -202,12 +141,30 @@ def make_eval_step(config: RunConfig, mesh: Mesh, ep: EPConfig) -> Callable[[Any
 
     The router's bias is applied and never updated. Routes come along when `config.trace` is on.
     """
-    config = dataclasses.replace(config, ep=ep)
+    sums = eval_sums(config, mesh, functools.partial(routed_experts_local, settings=ep))
+    return jax.jit(lambda params, bias, batch: sums(params, bias, batch, None))
+
+
+def eval_sums(
+    config: RunConfig, mesh: Mesh, experts: Callable[..., tuple[jax.Array, LocalDrops]]
+) -> Callable[[Any, jax.Array, Batch, Any], EvalSums]:
+    """The evaluation (params, router bias, batch, layer inputs) -> EvalSums with any routed experts, to be compiled.
+
+    experts is called like `routed_experts_local` without settings, and with a layer's part of the layer inputs, arrays
+    with a leading axis of layers, as `layer_input`; not where they are None.
+    """
     specs = placement.param_specs(parameter_kinds(config.model, config.router), state_shapes(config)["params"])
 
-    def local(params, bias, batch):
+    def local(params, bias, batch, layer_inputs):
         valid_targets = _count_valid(batch)
-        run = functools.partial(_run_microbatch, config, bias=bias, valid_total=valid_targets.astype(jnp.float32))
+        run = functools.partial(
+            _run_microbatch,
+            config,
+            experts,
+            bias=bias,
+            valid_total=valid_targets.astype(jnp.float32),
+            layer_inputs=layer_inputs,
+        )
 
         # Without the router's sums: the bias is applied and not updated, so the compiler leaves them out.
         def outputs_and_routes(rows):
@@ -218,13 +175,13 @@ def make_eval_step(config: RunConfig, mesh: Mesh, ep: EPConfig) -> Callable[[Any
         outputs = _sum_over_devices(outputs)
         return EvalSums(outputs.cross_entropy * valid_targets, valid_targets, outputs.drops, routes)
 
-    sums = jax.shard_map(
+    whole = PartitionSpec()
+    return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs, PartitionSpec(), Batch(*(BATCH_SPEC,) * len(Batch._fields))),
-        out_specs=EvalSums._make((PartitionSpec(), PartitionSpec(), _DROPS_SPEC, _ROUTES_SPEC)),
+        in_specs=(specs, whole, Batch(*(BATCH_SPEC,) * len(Batch._fields)), whole),
+        out_specs=EvalSums._make((whole, whole, _DROPS_SPEC, _ROUTES_SPEC)),
     )
-    return jax.jit(sums)
 
 
 def dropless(ep: EPConfig) -> EPConfig:
@@ -239,7 +196,8 @@ _ROUTES_SPEC = PartitionSpec(None, None, BATCH_AXES)  # of RecordedRoutes, or of
 def _local_gradients(config: RunConfig, params: Any, bias: jax.Array, batch: Batch) -> tuple:
     """Gradients (placed like params), (Outputs summed over devices and microbatches, valid targets, routes or None)."""
     valid_targets = _count_valid(batch)
-    run = functools.partial(_run_microbatch, config, bias=bias, valid_total=valid_targets.astype(jnp.float32))
+    experts = functools.partial(routed_experts_local, settings=config.ep)
+    run = functools.partial(_run_microbatch, config, experts, bias=bias, valid_total=valid_targets.astype(jnp.float32))
 
     def objective(params, rows):
         outputs, routes = _take_routes(run(params, rows))
@@ -258,15 +216,17 @@ def _count_valid(batch: Batch) -> jax.Array:
     return lax.psum(jnp.sum(batch.valid, dtype=jnp.int32), AXES)
 
 
-def _run_microbatch(config: RunConfig, params: Any, rows: Batch, *, bias, valid_total) -> Outputs:
-    """The model on this device's rows [b, L] of one microbatch, with the configured protocol.
+def _run_microbatch(
+    config: RunConfig, experts, params: Any, rows: Batch, *, bias, valid_total, layer_inputs=None
+) -> Outputs:
+    """The model on this device's rows [b, L] of one microbatch, with the routed experts of `eval_sums`.
 
     The drops of its Outputs are (counts_NPE, weights_NP, profile_NPRC, (ids_NTK, weights_NTK) or None).
     """
     id_type = trace_id_type(config.router.num_experts)
 
-    def routed_experts(rows_TH, ids_TK, weights_TK, *arrays, **sizes):
-        out, drops = routed_experts_local(rows_TH, ids_TK, weights_TK, *arrays, **sizes, settings=config.ep)
+    def routed_experts(rows_TH, ids_TK, weights_TK, *arrays, **inputs):
+        out, drops = experts(rows_TH, ids_TK, weights_TK, *arrays, **inputs)
         # Each assignment's fate stays here: a step reports where drops were, not which.
         where_PRC = profile(drops.fate_TK, rows.tokens.shape[1], PROFILE_BINS)
         routes = (ids_TK.astype(id_type), lax.stop_gradient(weights_TK)) if config.trace.every else None
@@ -280,6 +240,7 @@ def _run_microbatch(config: RunConfig, params: Any, rows: Batch, *, bias, valid_
         router=config.router,
         valid_total=valid_total,
         routed_experts=routed_experts,
+        layer_inputs=layer_inputs,
     )
 
 

@@ -39,7 +39,7 @@ def train(config: RunConfig, termination: TerminationRequest) -> int:
     from ep_jax.loop import Loop, Start
     from ep_jax.metrics import drop_table, short_time
     from ep_jax.report import SUMMARY_FILE
-    from ep_jax.step import init_state, restore_state
+    from ep_jax.state import init_state, restore_state
     from ep_jax.trackers import check_packages
 
     # 2. Data.

@@ -5,6 +5,7 @@ in order; position m * B/M + b of them is row b of microbatch m, whatever the me
 position of a run is its next step and nothing else. Rows come from `sequences.py`; the step is not known here.
 """
 
+import functools
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from ep_jax.fields import ConfigError
 from ep_jax.mesh import BATCH_AXES
 
 EVALUATION_SEED = 0  # one fixed shuffle, so that the first rows are a fair sample of the held-out half
+HELD_OUT_ORDERS = ("shuffled", "document")
 MAX_STEPS = 2**40
 READER_THREADS = 4
 
@@ -115,9 +117,10 @@ def held_out_batches(
     accumulation: int,
     mesh: Mesh,
     num_sequences: int = 0,
+    order: str = "shuffled",
     prefetch: int = 4,
 ) -> Iterator[Batch]:
-    """Yields the first `num_sequences` rows (all when 0 or more than there are) of one fixed shuffle, as batches.
+    """Yields `num_sequences` rows (all when 0 or more than there are) as batches, chosen by `held_out_rows`.
 
     The last batch is filled up with rows of padding, all invalid. The same rows for every mesh, process and run.
     """
@@ -126,17 +129,44 @@ def held_out_batches(
     num_batches = -(-num_rows // sequences_per_batch)
 
     def rows(index: int) -> np.ndarray:
-        return held_out_rows(sequences, index, sequences_per_batch, num_rows)
+        return held_out_rows(sequences, index, sequences_per_batch, num_rows, order)
 
     return (batch for _, batch in read_ahead(layout, rows, 0, num_batches, prefetch))
 
 
-def held_out_rows(sequences: Sequences, index: int, sequences_per_batch: int, num_sequences: int) -> np.ndarray:
-    """The rows (int64 [B], -1 where the last batch is filled up) of one batch of `held_out_batches`."""
+def held_out_rows(
+    sequences: Sequences, index: int, sequences_per_batch: int, num_sequences: int, order: str = "shuffled"
+) -> np.ndarray:
+    """The rows (int64 [B], -1 where the last batch is filled up) of one batch of `held_out_batches`.
+
+    `shuffled`: the batches are the first `num_sequences` rows of one fixed shuffle. `document`: each batch is a run of
+    consecutive rows of `document_order`, so that a shard holds few documents and a batch few subjects; the runs begin
+    at equal distances over the whole half, which makes them a fair sample, and no row comes twice. The two orders take
+    the same rows only when they take all. Raises ValueError for any other order.
+    """
+    if order not in HELD_OUT_ORDERS:
+        raise ValueError(f"order {order!r}: expected one of {', '.join(HELD_OUT_ORDERS)}")
     num_rows = min(num_sequences or sequences.num_rows, sequences.num_rows)
-    positions = index * sequences_per_batch + np.arange(sequences_per_batch)
+    first = index * sequences_per_batch
+    positions = first + np.arange(sequences_per_batch)
     inside = np.minimum(positions, num_rows - 1)
-    return np.where(positions < num_rows, rows_at(inside, sequences.num_rows, EVALUATION_SEED), -1)
+    if order == "document":
+        rows = document_order(sequences)[first * sequences.num_rows // num_rows + inside - first]
+    else:
+        rows = rows_at(inside, sequences.num_rows, EVALUATION_SEED)
+    return np.where(positions < num_rows, rows, -1)
+
+
+@functools.lru_cache(maxsize=2)
+def document_order(sequences: Sequences) -> np.ndarray:
+    """All rows (int64) by the document that they begin with, in the order of the store, then by the place in it.
+
+    Packing puts the ends of documents, many to a row, behind all rows that one document fills; here such a row stands
+    with the document whose end is its first and longest piece, hence among that document's neighbours in the source.
+    """
+    packing = sequences.packing
+    first_piece = packing.row_starts[:-1]
+    return np.lexsort((packing.start[first_piece], packing.document[first_piece]))
 
 
 def read_ahead(

@@ -7,6 +7,8 @@ This file does not differentiate, update or communicate, but for two small sums 
 Shapes: b sequences of this device, L tokens of a sequence, D model width, V vocabulary, E experts.
 """
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -74,12 +76,15 @@ class Block(nnx.Module):
             window = model.window if i < self.num_layers - 1 else 0
             setattr(self, f"layer_{i}", Layer(model, router, window=window, stack=stack))
 
-    def __call__(self, x_bLD, bias_nE, batch, valid_in_group, routed_experts):
+    def __call__(self, x_bLD, bias_nE, inputs_n, batch, valid_in_group, routed_experts):
         """Returns activations, and per-layer (RouterStats, drops) with a leading axis of the block's layers."""
         reports = []
         for i in range(self.num_layers):
-            layer = getattr(self, f"layer_{i}")
-            x_bLD, report = layer(x_bLD, bias_nE[i], batch, valid_in_group, routed_experts)
+            layer, experts = getattr(self, f"layer_{i}"), routed_experts
+            if inputs_n is not None:
+                mine = jax.tree.map(operator.itemgetter(i), inputs_n)
+                experts = functools.partial(routed_experts, layer_input=mine)
+            x_bLD, report = layer(x_bLD, bias_nE[i], batch, valid_in_group, experts)
             reports.append(report)
         return x_bLD, jax.tree.map(lambda *layers: jnp.stack(layers), *reports)
 
@@ -123,12 +128,15 @@ def forward(
     router: RouterConfig,
     valid_total: jax.Array,
     routed_experts: RoutedExperts,
+    layer_inputs: Any = None,
 ) -> Outputs:
     """Losses and sums of this device's batch rows; inside shard_map over the mesh axes, check_vma on.
 
     params: this device's shards, float32. router_bias: float32 [num_layers, E]. batch: tokens, targets, segments,
     positions int32 [b, L], valid bool [b, L] (one microbatch). valid_total: float32 [],
     valid targets of the whole step over all devices and microbatches; 0 is taken as 1. The same on every mesh.
+    layer_inputs: a tree of arrays [num_layers, ...], of which each layer hands its own part to routed_experts as
+    `layer_input`; None when they take none.
     """
     module = nnx.merge(nnx.graphdef(Transformer(model, router)), params)
     valid_total = jnp.maximum(valid_total, 1.0)
@@ -138,7 +146,9 @@ def forward(
     embedding_VD = gathered(module.embedding, dtype)
     # Looked up in float32, so that the gradients of a frequent token add up in float32.
     x_bLD = embedding_VD.astype(jnp.float32)[batch.tokens].astype(dtype)
-    x_bLD, stats, drops = _scan_blocks(module.blocks, x_bLD, router_bias, batch, valid_in_group, routed_experts, model)
+    x_bLD, stats, drops = _scan_blocks(
+        module.blocks, x_bLD, (router_bias, layer_inputs), batch, valid_in_group, routed_experts, model
+    )
     x_bLD = rms_norm(x_bLD, module.final_norm[...], model.norm_epsilon)
     head_DV = embedding_VD.T if model.tie_embeddings else gathered(module.head, dtype)
     with jax.named_scope("loss"):
@@ -164,16 +174,20 @@ def initial_router_state(model: ModelConfig, router: RouterConfig) -> dict[str, 
     return {"bias": balancing.initial_bias(model.num_layers, router.num_experts)}
 
 
-def _scan_blocks(blocks, x_bLD, router_bias, batch, valid_in_group, routed_experts, model):
-    """Runs the blocks one after the other; router stats and drops come back with a leading axis of all layers."""
+def _scan_blocks(blocks, x_bLD, per_layer, batch, valid_in_group, routed_experts, model):
+    """Runs the blocks one after the other; per_layer is (router_bias, layer_inputs).
+
+    Router stats and drops come back with a leading axis of all layers.
+    """
     graphdef, stacked = nnx.split(blocks)
 
-    def run_block(x_bLD, block_params, bias_nE):
-        return nnx.merge(graphdef, block_params)(x_bLD, bias_nE, batch, valid_in_group, routed_experts)
+    def run_block(x_bLD, block_params, per_layer_n):
+        return nnx.merge(graphdef, block_params)(x_bLD, *per_layer_n, batch, valid_in_group, routed_experts)
 
     run_block = remat(run_block, model.remat)
-    bias_BnE = router_bias.reshape(model.num_blocks, model.global_every, -1)
-    x_bLD, reports = lax.scan(lambda x, xs: run_block(x, *xs), x_bLD, (nnx.to_pure_dict(stacked), bias_BnE))
+    by_block = (model.num_blocks, model.global_every)
+    per_block = jax.tree.map(lambda leaf: leaf.reshape(*by_block, *leaf.shape[1:]), per_layer)
+    x_bLD, reports = lax.scan(lambda x, xs: run_block(x, *xs), x_bLD, (nnx.to_pure_dict(stacked), per_block))
     stats, drops = jax.tree.map(lambda leaf: leaf.reshape(model.num_layers, *leaf.shape[2:]), reports)
     return x_bLD, stats, drops
 

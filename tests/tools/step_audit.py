@@ -17,7 +17,8 @@ from ep_jax.cli import parse_args
 from ep_jax.config import RunConfig
 from ep_jax.data import Batch
 from ep_jax.mesh import make_mesh
-from ep_jax.step import BATCH_SPEC, make_train_step, state_target
+from ep_jax.state import state_target
+from ep_jax.step import BATCH_SPEC, make_train_step
 
 ITEMSIZE = {"i1": 1, "i32": 4, "bf16": 2, "f32": 4}
 KINDS = "all_to_all|all_gather|reduce_scatter|all_reduce"

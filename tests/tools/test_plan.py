@@ -20,7 +20,7 @@ from ep_jax.planning.hardware import Hardware, load_hardware, shipped_hardware
 from ep_jax.planning.memory import MEASURED_FACTOR, batch_bytes, memory, wave_rows
 from ep_jax.planning.plan import make_plan, place
 from ep_jax.planning.sizes import Sizes, members_in_domain
-from ep_jax.step import state_shapes
+from ep_jax.state import state_shapes
 from tests.tools.step_audit import audit
 from tests.train.tiny_run import compiled_step, tiny_config
 from tools.plan import lines, main

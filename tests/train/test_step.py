@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 
 from ep_jax.checkpoint import CheckpointConfig, Checkpointer, Point
 from ep_jax.report import NonFiniteError, refuse_non_finite
-from ep_jax.step import BATCH_SPEC, dropless, init_state, make_eval_step, make_train_step, restore_state, state_target
+from ep_jax.state import init_state, restore_state, state_target
+from ep_jax.step import BATCH_SPEC, dropless, make_eval_step, make_train_step
 from tests.train.tiny_run import (
     assert_close,
     assert_same_bits,

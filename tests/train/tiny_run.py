@@ -29,7 +29,8 @@ from ep_jax.data.batches import BatchStream
 from ep_jax.mesh import AXES, make_mesh
 from ep_jax.model.config import ModelConfig
 from ep_jax.report import EVALUATIONS_FILE, SUMMARY_FILE
-from ep_jax.step import BATCH_SPEC, init_state, make_train_step, restore_state, state_shardings, state_target
+from ep_jax.state import init_state, restore_state, state_shardings, state_target
+from ep_jax.step import BATCH_SPEC, make_train_step
 from ep_jax.trackers import METRICS_FILE, read_rows
 
 ROOT = Path(__file__).parents[2]

@@ -192,7 +192,7 @@ def limit_ms(result: Result, problem: Problem, rates: Ceilings, *, backward: boo
     kept = result.fates == KEPT
     destination = np.asarray(problem.ids_TK) // (shape.num_experts(shards) // shards)
     source = np.repeat(np.arange(shards), shape.tokens)[:, None]
-    load = np.bincount(destination[kept], minlength=shards).max()  # the most loaded device decides
+    load = int(np.bincount(destination[kept], minlength=shards).max())  # the most loaded device decides
     off = (kept & (destination != source)).sum(axis=1).reshape(shards, -1).sum(axis=1).max()
     legs = 4 if backward else 2
     moved = off * legs * shape.width * problem.rows_TH.dtype.itemsize
