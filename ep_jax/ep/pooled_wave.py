@@ -10,6 +10,7 @@ in the same lanes, which slots were accepted. Buffers have fixed sizes; no count
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep import payload
 from ep_jax.ep.agreement import fill
 from ep_jax.ep.capacity import Capacity, LayerShape, expert_rows, sender_pool
 from ep_jax.ep.experts import CapacityRows, ExpertRows, RaggedRows
+from ep_jax.ep.payload import Layout
 from ep_jax.ep.ranking import count_groups, invert, rank_assignments, rank_in_group
 from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
@@ -143,13 +144,13 @@ class PooledWave(ReturnsRows):
         token = jnp.where(assignment < 0, -1, assignment // self.shape.experts_per_token) + after
         places_TK = jnp.where(plan.place_TK // size == wave, plan.place_TK % size, -1)
         places_TK = jnp.where(plan.place_TK < 0, -1, places_TK)
-        rows = move_rows(rows_TH, token, places_TK).reshape(shards, slots, -1)
+        layout = Layout(slots, local, rows_TH.shape[1])
+        rows_XH = move_rows(rows_TH, layout.by_row(token), layout.rows_of(places_TK))
         numbers = plan.local_id_Q[mine].reshape(shards, slots) + 1
-        received = exchange(payload.pack(numbers, rows, local))
-        received = checkpoint_name(received, "dispatched_rows")
-        numbers, rows = payload.unpack(received, slots, local)
+        received = checkpoint_name(exchange(layout.pack(numbers, rows_XH)), "dispatched_rows")
+        numbers, rows_XH = layout.unpack(received)
         arrival = checkpoint_name(self.accept(numbers - 1, plan.expert_limit), "route_plan")
-        held = move_rows(rows.reshape(size, -1), arrival.slot_C, arrival.row_SP.reshape(size, 1))
+        held = move_rows(rows_XH, layout.rows_of(arrival.slot_C), layout.by_row(arrival.row_SP)[:, None])
         if arrival.sizes_e is not None:
             return RaggedRows(held, arrival.sizes_e), arrival
         return CapacityRows(held.reshape(local, self.expert_rows, -1)), arrival
@@ -168,15 +169,28 @@ class PooledWave(ReturnsRows):
         return w_gate_up, w_down
 
     def give_back(self, results: jax.Array, arrival: Arrival) -> Returned:
-        """Returns results to their sources, in sender slots, with a flag for each that was accepted."""
-        sources, slots = arrival.row_SP.shape
+        """Returns results to their sources, in sender slots, with a flag for each that was accepted.
+
+        The rows are those of the payload, header rows included; `combine` knows.
+        """
         results_CH = results.reshape(-1, results.shape[-1])
-        rows = move_rows(results_CH, arrival.row_SP.reshape(-1), arrival.slot_C[:, None])
+        layout = self._returned_layout(results_CH.shape[1])
+        rows_XH = move_rows(results_CH, layout.by_row(arrival.row_SP), layout.rows_of(arrival.slot_C)[:, None])
         accepted = (arrival.row_SP >= 0).astype(jnp.int32)
-        returned = exchange(payload.pack(accepted, rows.reshape(sources, slots, -1), 1))
-        returned = checkpoint_name(returned, "returned_rows")
-        accepted, rows = payload.unpack(returned, slots, 1)
-        return Returned(rows.reshape(sources * slots, -1), accepted.reshape(-1) > 0)
+        returned = checkpoint_name(exchange(layout.pack(accepted, rows_XH)), "returned_rows")
+        accepted, rows_XH = layout.unpack(returned)
+        return Returned(rows_XH, accepted.reshape(-1) > 0)
+
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: SenderPlan
+    ) -> jax.Array:
+        """[T,H]: the weighted sum of each token's accepted rows."""
+        layout = self._returned_layout(returned[0].rows_QH.shape[1])
+        places = plan._replace(place_TK=layout.rows_of(plan.place_TK), assignment_Q=layout.by_row(plan.assignment_Q))
+        return super().combine(returned, weights_TK, accepted_TK, places)
+
+    def _returned_layout(self, width: int) -> Layout:
+        return Layout(self.pool_rows, 1, width)
 
 
 def exchange(payload_SXH: jax.Array) -> jax.Array:

@@ -130,14 +130,22 @@ def check_payload(local_experts):
     rng = np.random.default_rng(0)
     slots, width = 2 * local_experts + 3, 8  # several header rows, the last one not full
     numbers = np.stack([rng.permutation(slots) % (local_experts + 1) for _ in range(3)])
-    rows = jnp.asarray(rng.normal(size=(3, slots, width)), jnp.bfloat16)
-    packed = payload.pack(jnp.asarray(numbers, jnp.int32), rows, local_experts)
+    layout = payload.Layout(slots, local_experts, width)
+    size = layout.header + slots
+    rows = jnp.asarray(rng.normal(size=(3 * size, width)), jnp.bfloat16)
+    packed = layout.pack(jnp.asarray(numbers, jnp.int32), rows)
     assert packed.dtype == jnp.bfloat16
     assert packed.shape == (3, payload.header_rows(slots, local_experts, width) + slots, width)
-    found, found_rows = payload.unpack(packed, slots, local_experts)
+    found, found_rows = layout.unpack(packed)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, numbers)
-    ep_cases.check_same_bits(found_rows, rows)
+    places = layout.rows_of(jnp.arange(-1, 3 * slots, dtype=jnp.int32))
+    wanted = [-1] + [peer * size + layout.header + slot for peer in range(3) for slot in range(slots)]
+    np.testing.assert_array_equal(places, wanted)
+    ep_cases.check_same_bits(found_rows[places[1:]], rows[places[1:]])
+    by_row = np.full(3 * size, -1)
+    by_row[wanted[1:]] = np.arange(3 * slots)
+    np.testing.assert_array_equal(layout.by_row(jnp.arange(3 * slots, dtype=jnp.int32)), by_row)
 
 
 def test_digits_are_few_and_exact():

@@ -36,22 +36,24 @@ spoil.defvjp(lambda rows, written: (spoil(rows, written), written), lambda writt
 
 def spoil_slots(monkeypatch):
     """Garbage in empty and rejected slots, on both sides of the exchange, and in unused header lanes."""
-    pack, unpack = payload.pack, payload.unpack
+    pack, unpack = payload.Layout.pack, payload.Layout.unpack
 
-    def spoiled_pack(numbers, rows, largest):
-        packed = pack(numbers, spoil(rows, numbers > 0), largest)
-        header = payload.header_rows(numbers.shape[1], largest, rows.shape[-1])
-        used = numbers.shape[1] * payload.lanes_per_slot(largest)
-        lane = jnp.arange(header * rows.shape[-1]).reshape(1, header, rows.shape[-1])
-        lanes = jnp.where(lane < used, packed[:, :header], garbage(packed[:, :header]))
-        return jnp.concatenate([lanes, packed[:, header:]], axis=1)
+    def written(layout, numbers):
+        return layout.by_row(jnp.where(numbers > 0, 1, -1)) > 0
 
-    def spoiled_unpack(received, slots, largest):
-        numbers, rows = unpack(received, slots, largest)
-        return numbers, spoil(rows, numbers > 0)
+    def spoiled_pack(layout, numbers, rows):
+        packed = pack(layout, numbers, spoil(rows, written(layout, numbers)))
+        used = layout.slots * payload.lanes_per_slot(layout.largest)
+        lane = jnp.arange(layout.header * layout.width).reshape(1, layout.header, layout.width)
+        lanes = jnp.where(lane < used, packed[:, : layout.header], garbage(packed[:, : layout.header]))
+        return jnp.concatenate([lanes, packed[:, layout.header :]], axis=1)
 
-    monkeypatch.setattr(payload, "pack", spoiled_pack)
-    monkeypatch.setattr(payload, "unpack", spoiled_unpack)
+    def spoiled_unpack(layout, received):
+        numbers, rows = unpack(layout, received)
+        return numbers, spoil(rows, written(layout, numbers))
+
+    monkeypatch.setattr(payload.Layout, "pack", spoiled_pack)
+    monkeypatch.setattr(payload.Layout, "unpack", spoiled_unpack)
 
 
 def spoil_buffers(monkeypatch):
