@@ -1,17 +1,21 @@
-"""Which capacity policy drops least for the same bytes on the wire, on routing recorded from a trained model.
+r"""Which capacity policy drops least for the same bytes on the wire, on routing recorded from a trained model.
 
     python -m ep_jax.train --config configs/experiments/routing64.toml
-    python experiments/drops_at_equal_bytes.py --run runs/routing64 --out experiments/results/drops_at_equal_bytes
+    python -m ep_jax.evaluate --run runs/routing64 --ep.transport dense --trace.every 1 --train.eval_sequences 1024
+    python experiments/drops_at_equal_bytes.py --trace runs/routing64/trace_held_out \
+        --out experiments/results/drops_at_equal_bytes
 
-Records the routes of held-out rows (the router's bias as trained, nothing dropped), deals the rows out to ep shards in
-shuffled and in document order, and replays them through the protocol's own plan functions (`ep_jax.ep.simulate`). Bytes
-are those of a width-3072 bfloat16 row off the shard, dispatch and return, forward; `pooled_wave` at 1.15 / 1.15 is the
-unit. Pre-mix pays for its own exchange with a smaller sender pool, so that every row of the table moves the same bytes
-or fewer; the rows "on top" keep the factor and say what that costs, beside a larger pool of the same bytes. Writes
-OUT.json and OUT.png; the verdict is in experiments/LOG.md.
+The trace holds the routes of held-out rows (the router's bias as trained, nothing dropped). Its rows are dealt out to
+ep shards shuffled and in document order, and replayed through the protocol's own plan functions. Bytes are those of a
+width-3072 bfloat16 row off the shard, dispatch and return, forward; `pooled_wave` at 1.15 / 1.15 is the unit. Pre-mix
+pays for its own exchange with a smaller sender pool, so that every row of the table moves the same bytes or fewer; the
+rows "on top" keep the factor and say what that costs, beside a larger pool of the same bytes. Writes OUT.json and
+OUT.png; the verdict is in experiments/LOG.md. Its numbers are of consecutive held-out rows, which an earlier version of
+this script ran through the model itself; a trace of an evaluation has a sample of all held-out rows.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,9 +24,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ep_jax.ep import EPConfig
+from ep_jax.ep.simulate import simulate
+from ep_jax.replay.resharding import Group, deal, groups, recorded_sizes
+from ep_jax.traces.file import Trace, TraceStep
+
 WIDTH_BYTES = 2 * 3072
 ROWS_PER_SHARD = 16
-BASE = dict(transport="pooled_wave", sender_factor=1.15, receiver_factor=1.15)
+BASE = dict(transport="pooled_wave", sender_factor=1.15, receiver_factor=1.15, order="sequence")
 POLICIES: dict[str, dict] = {
     "published: sequence order": {},
     "position order": dict(order="position"),
@@ -45,76 +54,45 @@ POLICIES: dict[str, dict] = {
 }
 
 
-def record(run: Path, num_rows: int) -> dict[str, np.ndarray]:
-    """Routes of `num_rows` held-out rows in document order: ids and weights [N,R,L,K], valid [R,L]."""
-    import dataclasses
+def read_rows(path: Path, most: int) -> TraceStep:
+    """The first `most` packed rows of a trace as one step of a single shard: [N,1,1,rows*L,K] and [1,1,rows*L]."""
+    steps = list(Trace(path))
 
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
+    have = sum(step.valid_MST.size for step in steps) // steps[0].header.sequence_length
+    if have < most:
+        sys.exit(f"--rows {most}: the trace has {have}")
+    num_tokens = most * steps[0].header.sequence_length
 
-    from ep_jax.checkpoint import restore, resume_point
-    from ep_jax.config import CONFIG_FILE, load
-    from ep_jax.data import Batch, open_dataset
-    from ep_jax.data.batches import Layout
-    from ep_jax.ep import EPConfig, routed_experts_local
-    from ep_jax.launch import start
-    from ep_jax.mesh import AXES, param_specs
-    from ep_jax.model.transformer import forward, parameter_kinds
-    from ep_jax.step import BATCH_SPEC, state_shapes, state_target
+    def joined(name: str, axis: int) -> np.ndarray:  # microbatches, shards and their tokens become tokens of one shard
+        arrays = [getattr(step, name) for step in steps]
+        flat = [x.reshape(*x.shape[:axis], -1, *x.shape[axis + 3 :]) for x in arrays]
+        tokens = np.concatenate(flat, axis=axis).take(np.arange(num_tokens), axis)
+        return np.expand_dims(tokens, (axis, axis + 1))
 
-    config = load(str(run / CONFIG_FILE))
-    runtime = start(dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=1)))
-    config, mesh = runtime.config, runtime.mesh
-    target = state_target(config, mesh)
-    state, _ = restore(resume_point(run, str(run)), {k: target[k] for k in ("params", "router")}, partial=True)
-    held_out = open_dataset(config.data, vocab_size=config.model.vocab_size).held_out
-
-    def local(params, bias, batch):
-        rows = jax.tree.map(lambda x: x[0], batch)
-
-        def recorder(rows_TH, ids_TK, weights_TK, *rest, **sizes):
-            out, _ = routed_experts_local(
-                rows_TH, ids_TK, weights_TK, *rest, **sizes, settings=EPConfig(transport="dense")
-            )
-            return out, (ids_TK, weights_TK)
-
-        return forward(
-            params,
-            bias,
-            rows,
-            model=config.model,
-            router=config.router,
-            valid_total=jnp.float32(1),
-            routed_experts=recorder,
-        ).drops
-
-    specs = param_specs(parameter_kinds(config.model, config.router), state_shapes(config)["params"])
-    split = PartitionSpec(None, AXES)
-    routes_of = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(specs, PartitionSpec(), Batch(*(BATCH_SPEC,) * len(Batch._fields))),
-            out_specs=(split, split),
-        )
+    return TraceStep(
+        header=dataclasses.replace(steps[0].header, ep=1, policy=None),
+        step=steps[0].step,
+        expert_ids_NMSTK=joined("expert_ids_NMSTK", 1),
+        weights_NMSTK=joined("weights_NMSTK", 1),
+        valid_MST=joined("valid_MST", 0),
+        document_MST=joined("document_MST", 0),
+        position_MST=joined("position_MST", 0),
     )
-    per_batch = config.train.sequences_per_step
-    layout = Layout(held_out, sequences_per_step=per_batch, accumulation=1, mesh=mesh)
-    ids, weights, valid = [], [], []
-    for first in range(0, num_rows, per_batch):
-        local_batch = layout.read(np.arange(first, first + per_batch))
-        batch_ids, batch_weights = routes_of(state["params"], state["router"]["bias"], layout.place(local_batch))
-        shape = (config.model.num_layers, per_batch, config.data.sequence_length, -1)
-        ids.append(np.asarray(batch_ids).reshape(shape))
-        weights.append(np.asarray(batch_weights).reshape(shape))
-        valid.append(local_batch.valid[0])
-    return dict(
-        ids=np.concatenate(ids, 1).astype(np.int32),
-        weights=np.concatenate(weights, 1),
-        valid=np.concatenate(valid),
-        num_experts=np.int64(config.router.num_experts),
-    )
+
+
+def deal_rows(step: TraceStep, shards: int, order: str) -> list[Group]:
+    """The rows, shuffled or sorted by their first token's document, dealt to shards of ROWS_PER_SHARD."""
+    length = step.header.sequence_length
+    first = (step.position_MST.reshape(-1, length)[:, 0], step.document_MST.reshape(-1, length)[:, 0])
+    place = np.lexsort(first) if order == "document" else np.random.default_rng(0).permutation(len(first[0]))
+
+    def placed(array: np.ndarray, axis: int) -> np.ndarray:
+        rows = array.reshape(*array.shape[:axis], -1, length, *array.shape[axis + 1 :])
+        return rows.take(place, axis=axis).reshape(array.shape)
+
+    arrays = {"expert_ids_NMSTK": 3, "weights_NMSTK": 3, "valid_MST": 2, "document_MST": 2, "position_MST": 2}
+    step = dataclasses.replace(step, **{name: placed(getattr(step, name), axis) for name, axis in arrays.items()})
+    return list(groups(deal(step.header, recorded_sizes(step), shards, ROWS_PER_SHARD, 1), [step]))
 
 
 def equal_bytes(policy: dict, choices: int, shards: int) -> tuple[dict, float]:
@@ -130,22 +108,12 @@ def equal_bytes(policy: dict, choices: int, shards: int) -> tuple[dict, float]:
     return settings, (settings["sender_factor"] * away + (rows if premix > 1 else 0)) / (BASE["sender_factor"] * away)
 
 
-def compare(routes: dict[str, np.ndarray], shards: int, order: str) -> dict[str, dict]:
+def compare(step: TraceStep, shards: int, order: str) -> dict[str, dict]:
     """Every policy's drops over all layers and groups of `shards` shards."""
-    from ep_jax.ep import EPConfig
-    from ep_jax.ep.simulate import simulate
-
-    layers, rows, length, choices = routes["ids"].shape
-    groups = rows // (shards * ROWS_PER_SHARD)
-    if groups == 0:
-        sys.exit(f"--rows {rows}: at least {shards} x {ROWS_PER_SHARD} are needed for {shards} shards")
-    place = np.arange(rows) if order == "document" else np.random.default_rng(0).permutation(rows)
-    place = place[: groups * shards * ROWS_PER_SHARD]
-
-    def dealt(array):  # rows [R, L, ...] -> [groups, S, T, ...]
-        return array[place].reshape(groups, shards, ROWS_PER_SHARD * length, *array.shape[2:])
-
-    valid = dealt(routes["valid"])
+    dealt = deal_rows(step, shards, order)
+    layers, *_, choices = step.expert_ids_NMSTK.shape
+    experts = step.header.num_experts
+    sizes = dict(num_experts=experts, sequence_length=step.header.sequence_length)
     results = {}
     for name, policy in POLICIES.items():
         if policy.get("premix", 1) > shards:
@@ -153,22 +121,21 @@ def compare(routes: dict[str, np.ndarray], shards: int, order: str) -> dict[str,
         settings, bytes_ratio = equal_bytes(policy, choices, shards)
         fates, ids, lost = [], [], np.zeros(2)
         for layer in range(layers):
-            layer_ids, weights = dealt(routes["ids"][layer]), dealt(routes["weights"][layer])
-            for group in range(groups):
-                arguments = (layer_ids[group], weights[group], valid[group])
-                sizes = dict(num_experts=int(routes["num_experts"]), sequence_length=length)
+            for group in dealt:
+                layer_ids, weights = group.expert_ids_NSTK[layer], group.weights_NSTK[layer]
+                arguments = (layer_ids.astype(np.int32), weights, group.valid_ST)
                 fate = np.asarray(simulate(*arguments, **sizes, settings=EPConfig(**settings)))
                 dropped = (fate == 1) | (fate == 2)
-                lost += [weights[group][dropped].sum(), weights[group][fate != 3].sum()]
+                lost += [weights[dropped].sum(), weights[fate != 3].sum()]
                 fates.append(fate)
-                ids.append(layer_ids[group])
+                ids.append(layer_ids)
         fate, expert = np.stack(fates), np.stack(ids)
         dropped, counted = (fate == 1) | (fate == 2), fate != 3
         by_row = dropped.reshape(*fate.shape[:2], ROWS_PER_SHARD, -1)
         by_place = by_row.mean(axis=(0, 1, 3)) / counted.mean()
         row_rate = by_row.mean(axis=-1)
-        expert_rate = np.bincount(expert[dropped], minlength=64) / np.maximum(
-            np.bincount(expert[counted], minlength=64), 1
+        expert_rate = np.bincount(expert[dropped], minlength=experts) / np.maximum(
+            np.bincount(expert[counted], minlength=experts), 1
         )
         results[name] = dict(
             sender_factor=settings["sender_factor"],
@@ -229,16 +196,19 @@ def draw(results: dict[str, dict[str, dict]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    routes = record(arguments.run, arguments.rows)
+    step = read_rows(arguments.trace, arguments.rows)
     results = {}
     for shards, order in ((16, "shuffled"), (16, "document"), (64, "shuffled"), (8, "shuffled")):
         key = f"{shards} shards, {order} rows"
-        results[key] = compare(routes, shards, order)
-        print(f"\n{key}, {ROWS_PER_SHARD} rows of {routes['ids'].shape[2]} a shard\n{table(results[key])}", flush=True)
+        results[key] = compare(step, shards, order)
+        print(
+            f"\n{key}, {ROWS_PER_SHARD} rows of {step.header.sequence_length} a shard\n{table(results[key])}",
+            flush=True,
+        )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, arguments.out.with_suffix(".png"))

@@ -13,6 +13,7 @@ What is computed where, with every formula in the header of its file:
                                 network; rows from ep_jax.ep.traffic, which is tested against compiled programs
     ep_jax/planning/bounds.py   seconds = (model + padding + remat + optimizer) FLOPs / peak, bytes / rate; MFU ceiling
                                 = model FLOPs / (bound * peak)
+    ep_jax/planning/expected.py drops from a recorded trace (--trace), by replay
     ep_jax/planning/advice.py   nearest settings that fit, largest model by layers
 
 This file only prints. Memory temporaries are estimates within a factor of 2, times are lower bounds.
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> None:
     started = time.perf_counter()
     options = (
         Option("hardware", "PATH|NAME", f"hardware file, or a shipped one: {', '.join(shipped_hardware())}"),
+        Option("trace", "FOLDER", "recorded routing: replayed at the planned ep and policy, to say what will drop"),
         Option("json", "FILE", "write all numbers of the plan to a file"),
     )
     arguments = split_args(
@@ -60,7 +62,12 @@ def main(argv: Sequence[str]) -> None:
     if "hardware" not in arguments.options:
         raise ConfigError(f"--hardware: is missing; allowed is a file or {', '.join(shipped_hardware())}")
     hardware = load_hardware(arguments.options["hardware"])
-    plan = make_plan(place(load(arguments.config, arguments.overrides), hardware), hardware)
+    config = place(load(arguments.config, arguments.overrides), hardware)
+    plan = make_plan(config, hardware)
+    if trace := arguments.options.get("trace"):
+        from ep_jax.planning.expected import expected_drops  # starts JAX; a plan without a trace does not
+
+        plan["expected_drops"] = expected_drops(config, trace)
     if path := arguments.options.get("json"):
         try:
             Path(path).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
@@ -72,8 +79,9 @@ def main(argv: Sequence[str]) -> None:
 
 def lines(plan: dict[str, Any]) -> list[str]:
     """The plan as text of at most 100 columns."""
-    parts = (_head, _memory, _activations, _wave, _traffic, _time, _fit)
-    return [line for part in parts for line in (*part(plan), "")][:-1]
+    parts = (_head, _memory, _activations, _wave, _traffic, _time, _drops, _fit)
+    texts = [part(plan) for part in parts]
+    return [line for text in texts if text for line in (*text, "")][:-1]
 
 
 def _head(plan: dict[str, Any]) -> list[str]:
@@ -177,6 +185,27 @@ def _time(plan: dict[str, Any]) -> list[str]:
         f"{hardware['nvlink_gb_per_s']:.0f} GB/s x {hardware['nvlink_fraction']:.2f}, InfiniBand "
         f"{hardware['network_gb_per_s']:.0f} GB/s x {hardware['network_fraction']:.2f}",
     ]
+
+
+def _drops(plan: dict[str, Any]) -> list[str]:
+    found = plan.get("expected_drops")
+    if not found:
+        return []
+    low, high = found["interval"]
+    mesh, worst = plan["mesh"], found["worst_layer"]
+    kept = plan["time"][plan["configured_scheme"]]["mfu_ceiling_overlapped"] * (1 - found["drop_rate"])
+    lines = [f"Drops to expect at ep {mesh['ep']}, from {found['source']}, {found['steps']} steps"]
+    lines += _wrap(
+        f"  {100 * found['drop_rate']:.2f} % of assignments (95 % interval {100 * low:.2f} to {100 * high:.2f}): "
+        f"{100 * found['drop_rate_sender']:.2f} at senders, {100 * found['drop_rate_receiver']:.2f} at receivers; "
+        f"{100 * found['lost_weight']:.2f} % of combine weight; worst layer {worst['layer']}, "
+        f"{100 * worst['drop_rate']:.2f} %; MFU ceiling of what is kept about {100 * kept:.1f} %"
+    )
+    if found["assumption"]:
+        lines += _wrap(f"  {found['assumption']}")
+    if not found["order_known"]:
+        lines.append("  WARNING: the trace has counts but no order of assignments: approximate")
+    return lines
 
 
 def _fit(plan: dict[str, Any]) -> list[str]:

@@ -1,0 +1,62 @@
+"""Drops to expect on planned hardware, from recorded routing: the planned policy replayed at the planned ep degree.
+
+Letters: P stages (valid, sender, receiver), U recorded steps. Runs the protocol's plan functions on CPU; all other
+planning needs no device.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ep_jax.config import RunConfig
+from ep_jax.fields import ConfigError
+from ep_jax.replay.policies import TRANSPORTS, Family
+from ep_jax.replay.recommend import by_step, draw_steps, interval
+from ep_jax.replay.replay import Request, replay
+from ep_jax.replay.resharding import deal, groups, recorded_sizes
+from ep_jax.traces.file import Trace
+
+
+def expected_drops(config: RunConfig, path: str | Path) -> dict[str, Any]:
+    """Drop rates of the planned policy on a trace of the same router, with a 95 % interval over its steps; JSON values.
+
+    The trace's packed rows are dealt to mesh.ep shards, as many each as recorded. Raises ConfigError when the trace is
+    of another router, has too few rows, or the transport never drops.
+    """
+    trace = Trace(path)
+    header, first = trace.header, trace.read(trace.steps[0])
+    recorded, router = recorded_sizes(first), config.router
+    for name, found, planned in (
+        ("num_experts", header.num_experts, router.num_experts),
+        ("experts_per_token", recorded.choices, router.experts_per_token),
+    ):
+        if found != planned:
+            raise ConfigError(f"--trace {path}: was recorded with {name} {found}: expected router.{name} = {planned}")
+    if config.ep.transport not in TRANSPORTS:
+        raise ConfigError(f"--trace: ep.transport = {config.ep.transport}: drops nothing; allowed are {TRANSPORTS}")
+    shards = config.mesh.ep
+    dealing = deal(header, recorded, shards, "recorded", len(trace))
+    request = Request.of_pairs(Family(config.ep, shards), [(config.ep.sender_factor, config.ep.receiver_factor)])
+    read = functools.partial(iter, trace)
+    sizes = dict(num_experts=header.num_experts, sequence_length=header.sequence_length)
+    [[outcome]] = replay(groups(dealing, read()), [request], **sizes)
+
+    counts_UP = by_step(outcome.counts_GNP.sum(axis=1), outcome.steps_G)
+    drops_U1 = counts_UP[:, 1:].sum(axis=1, keepdims=True)
+    rate = interval(drops_U1, counts_UP[:, 0], draw_steps(len(counts_UP), seed=0))
+    total_P = counts_UP.sum(axis=0)
+    layer_N = outcome.counts_GNP[:, :, 1:].sum(axis=(0, 2)) / np.maximum(outcome.counts_GNP[:, :, 0].sum(axis=0), 1)
+    return {
+        "source": header.source,
+        "steps": len(counts_UP),
+        "assumption": dealing.assumption,
+        "order_known": header.order_known,
+        "drop_rate": float(rate.rate[0]),
+        "interval": [float(rate.low[0]), float(rate.high[0])],
+        "drop_rate_sender": float(total_P[1] / max(total_P[0], 1)),
+        "drop_rate_receiver": float(total_P[2] / max(total_P[0], 1)),
+        "lost_weight": float(outcome.lost_weight_2.sum()),
+        "worst_layer": {"layer": int(layer_N.argmax()), "drop_rate": float(layer_N.max())},
+    }
