@@ -39,7 +39,8 @@ def gather(folder: Path, points: int) -> dict[str, Any]:
     summary = json.loads((folder / "summary.json").read_text())
     summary.pop("totals")
     rows = read_rows(folder / "metrics.jsonl")
-    kept = [rows[round(i * (len(rows) - 1) / max(points - 1, 1))] for i in range(min(points, len(rows)))]
+    count = min(points, len(rows))
+    kept = [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
     total, active = flops.num_parameters(config.model, config.router)
     devices = json.loads((folder / "devices.json").read_text())
     return {
