@@ -61,7 +61,7 @@ format: $(ENVIRONMENT) ## format the code and apply the safe fixes of the linter
 	$(call need,ruff)
 	@$(PYTHON) -m ruff format . && $(PYTHON) -m ruff check --fix .
 
-notebooks: $(ENVIRONMENT)-notebooks ## run the notebooks of experiments/ and write their results into the .ipynb files
+notebooks: $(ENVIRONMENT) ## run the notebooks of experiments/ and write their results into the .ipynb files
 	$(call need,jupytext)
 	@files=$$(grep -rlE '^# *formats: ipynb' experiments --include='*.py' 2>/dev/null | sort); \
 	[ -n "$$files" ] || { echo "experiments/ has no notebooks yet"; exit 0; }; \
@@ -74,8 +74,4 @@ hooks: $(ENVIRONMENT) ## run `make lint` before every git commit
 
 $(ENVIRONMENT): pyproject.toml constraints.txt .python-version .ci/environment
 	@bash .ci/environment "$(VENV)" dev
-	@touch $@
-
-$(ENVIRONMENT)-notebooks: $(ENVIRONMENT)
-	@bash .ci/environment "$(VENV)" dev,notebooks
 	@touch $@

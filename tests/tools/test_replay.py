@@ -142,6 +142,11 @@ def test_check_agrees_or_says_where_not(trace, tmp_path, capsys):
     assert "DIFFERS: step 1, layer 0, expert 3, sender" in capsys.readouterr().out
 
 
+def test_the_shipped_trace_drops_what_its_run_counted(pytestconfig, capsys):
+    assert main([str(pytestconfig.rootpath / "experiments" / "traces" / "tiny"), "--check"]) == exits.DONE
+    assert "agrees to the unit" in capsys.readouterr().out
+
+
 def test_a_trace_without_order_is_approximate(tmp_path, capsys):
     step = make_step()
     write_step(tmp_path, dataclasses.replace(step, header=dataclasses.replace(step.header, order_known=False)))
