@@ -24,4 +24,4 @@ def test_files_of_the_tree_exist():
     names = re.findall(r"(?:^|\s)([\w/]+(?:\.py|\.md|/))(?=\s)", tree)
     assert len(names) > 20
     for name in names:
-        assert any((ROOT / folder / name).exists() for folder in ("", "ep_jax", "ep_jax/ep")), name
+        assert any((ROOT / folder / name).exists() for folder in ("", "ep_jax", "ep_jax/ep", "configs", "tools")), name

@@ -78,6 +78,8 @@ def test_constraints_pin_every_requirement_of_core_and_dev():
     extras = project["optional-dependencies"]
     for text in project["dependencies"] + extras["dev"] + extras["notebooks"] + extras["profile"]:
         requirement = Requirement(text)
+        if requirement.name == "ep-jax":  # our own extra, whose packages are in the list
+            continue
         assert pinned[normalised(requirement.name)] in requirement.specifier, text
 
 
