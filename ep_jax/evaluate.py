@@ -74,10 +74,12 @@ def main(argv: Sequence[str]) -> int:
     evaluator = Evaluator(config, runtime.mesh, dataset.held_out)
     with contextlib.ExitStack() as stack:
         recorder = None
-        if config.trace.every:
-            recorder = Recorder(config, runtime.mesh, evaluator.layout, folder / HELD_OUT_TRACE_FOLDER, "held-out rows")
-            recorder.forget_after(0)
+        if "trace.every" in dict(arguments.overrides) and config.trace.every:  # not because the run was traced
+            where = folder / HELD_OUT_TRACE_FOLDER
+            recorder = Recorder(config, runtime.mesh, evaluator.layout, where, f"held-out rows, run {folder.name}")
             stack.callback(recorder.close)
+            recorder.forget_after(0)
+            runtime.say(recorder.describe())
         shuffled = evaluator.paired(*weights, "shuffled", recorder)
     ordered = evaluator.paired(*weights, "document")
     bigram = bigram_cross_entropy(dataset.train, dataset.held_out)

@@ -50,9 +50,14 @@ class Loop:
         self.report = Report(runtime, first_step=start.step, totals=start.totals)
         self.delayed = DelayedMetrics()
         self.owed: Evaluation | None = None
+        self.unrecorded: dict[int, Any] = {}  # routes and drop counts of launched steps that are not known to be good
         self.train_step = make_train_step(runtime.config, runtime.mesh)
         self.recorder = Recorder(
-            runtime.config, runtime.mesh, stream.layout, runtime.config.folder / TRACE_FOLDER, "training"
+            runtime.config,
+            runtime.mesh,
+            stream.layout,
+            runtime.config.folder / TRACE_FOLDER,
+            f"training, run {runtime.config.folder.name}",
         )
 
     def run(self) -> int:
@@ -94,9 +99,17 @@ class Loop:
             finished = self.delayed.flush()
             self.runtime.say(f"first step done after {short_time(time.perf_counter() - began)}, mostly compiling")
             self._open_folder()
-        self.report.step_done(finished)
         if routes is not None and self.config.trace.due(step):
-            self.recorder.record(step, routes, metrics.drops.counts_NPE, self.stream.rows(step - 1))
+            self.unrecorded[step] = routes, metrics.drops.counts_NPE
+        self._step_done(finished)
+
+    def _step_done(self, finished: tuple[int, Any] | None) -> None:
+        """Reports a finished step and, now that it has passed the finite check, records its routing when due."""
+        self.report.step_done(finished)
+        if finished is not None and finished[0] in self.unrecorded:
+            step = finished[0]
+            routes, counts_NPE = self.unrecorded.pop(step)
+            self.recorder.record(step, routes, counts_NPE, self.stream.rows(step - 1))
 
     def _open_folder(self) -> None:
         self.termination.arm()  # first: a signal from here on leaves a checkpoint beside what is written now
@@ -119,7 +132,7 @@ class Loop:
         save = stop or last or (every > 0 and step % every == 0)
         evaluate = train.eval_every > 0 and step % train.eval_every == 0 and not last
         if save or evaluate:
-            self.report.step_done(self.delayed.flush())  # the state is good up to here, and rows up to here exist
+            self._step_done(self.delayed.flush())  # the state is good up to here, and rows up to here exist
         if evaluate and not stop:
             self.report.log_evaluation(step, self._held_out())
         if save:

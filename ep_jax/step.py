@@ -131,8 +131,11 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], t
 
     shardings = state_shardings(config, mesh)
     batch_shardings = Batch(*(NamedSharding(mesh, BATCH_SPEC),) * len(Batch._fields))
-    # Metrics come out of the shard_map whole everywhere, but for routes: every process fetches all of them.
-    out_shardings = (shardings, None)
+    # Metrics are whole everywhere, but for routes: every process fetches all of them.
+    everywhere = NamedSharding(mesh, whole)
+    split = NamedSharding(mesh, _ROUTES_SPEC) if config.trace.every else None
+    of_metrics = [split if name == "routes" else everywhere for name in StepMetrics._fields]
+    out_shardings = (shardings, StepMetrics._make(of_metrics))
     return jax.jit(step, donate_argnums=0, in_shardings=(shardings, batch_shardings), out_shardings=out_shardings)
 
 

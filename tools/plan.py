@@ -222,7 +222,9 @@ def _fit(plan: dict[str, Any]) -> list[str]:
         how = f"remat {largest['remat']}, {largest['microbatches']} microbatches"
         size = f"{largest['layers']} layers, {largest['parameters'] / 1e9:.1f} B parameters"
         found.append(f"Largest model that fits with {how}: {size if largest['layers'] else 'none'}")
-    return [line for text in (*found, f"Not planned: {plan['out_of_scope']}.") for line in _wrap(text)]
+    if "expected_drops" not in plan:
+        found.append(f"Not planned: {plan['out_of_scope']}.")
+    return [line for text in found for line in _wrap(text)]
 
 
 def _gib(value: int | None) -> str:

@@ -5,10 +5,10 @@
     python -m tools.replay runs/tiny/trace --order position,weight --sender 1.1,1.2 --receiver 1.1
     python -m tools.replay runs/tiny/trace --check                     # does a replay drop what the run counted?
 
-Lists are separated by commas; all combinations are replayed. Without --sender and --receiver, factors are searched:
-the cheapest pair (bytes that leave a GPU, and rows of its experts) whose drops stay under --target with 95 % confidence
-over steps. What is kept is decided by the protocol's own plan functions; nothing is sampled. `--trace.every n` records
-traces in training.
+Lists are separated by commas; all combinations are replayed. Without --sender and --receiver, factors are searched from
+1.0 up: the cheapest pair (bytes that leave a GPU, and rows of its experts) whose drops stay under --target with 95 %
+confidence over steps. What is kept is decided by the protocol's own plan functions; nothing is sampled. Training
+records traces with `--trace.every n`.
 
 Exit codes: 0 done; 1 --check found a difference; 2 refused, nothing was written.
 """
@@ -48,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     traces = open_traces(options.traces)
     if options.check:
+        default = _parser().get_default
+        given = {f"--{name}" for name, value in vars(options).items() if value != default(name)}
+        if others := sorted(given - {"--check", "--traces"}):
+            raise ConfigError(f"--check: compares as recorded; not allowed beside it: {', '.join(others)}")
         return check(traces)
     _check_files(options)
     base = policy_of(traces[0].header.policy) if traces[0].header.policy else EPConfig()
@@ -89,8 +93,9 @@ def open_traces(paths: Sequence[Path]) -> list[Trace]:
 def check(traces: Sequence[Trace]) -> int:
     """Says whether a replay of every step drops what the run counted, to the unit; returns the exit code."""
     for trace in traces:
-        policy, assignments, dropped = trace.header.policy, 0, 0
+        assignments, dropped = 0, 0
         for step in trace:
+            policy = step.header.policy
             if policy is None or step.counts_NPE is None:
                 raise ConfigError(f"{trace.path}: --check: needs a trace with the policy and the counts of its run")
             if found := difference(step, step.counts_NPE, policy_of(policy)):
@@ -229,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", "P", _rate, "share of assignments that may drop, as 0.5%% or 0.005 (0.5%%)", 0.005)
     add("--width", "N", _positive, "elements of a routed row, for bytes (3072)", 3072)
     parser.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of a routed row (bfloat16)")
-    add("--seed", "N", int, "of the bootstrap (0)", 0)
+    add("--seed", "N", _seed, "of the bootstrap (0)", 0)
     add("--csv", "FILE", Path, "write all counts: by layer, expert, source shard, place, column and document")
     add("--parquet", "FILE", Path, "the same as Parquet; needs pandas and pyarrow")
     add("--figure", "FILE", Path, "draw the results for the last of --shards; needs matplotlib")
@@ -257,6 +262,12 @@ def _list_of(kind: Callable[[str], Any], allowed: Sequence[str] = ()) -> Callabl
 
 def _rows(text: str) -> str | int:
     return text if text in ("recorded", "split") else _positive(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers, at least 0")
+    return int(text)
 
 
 def _positive(text: str) -> int:

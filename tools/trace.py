@@ -51,12 +51,22 @@ def write(out: Path, steps: Iterator[TraceStep]) -> int:
         raise ConfigError(f"--out {out}: {error.strerror} ({error.filename})") from None
 
 
+# What `import` takes for one format only.
+FORMAT_OPTIONS = {"megatron": ("num_experts", "ep", "token_order"), "histogram": ("steps", "seed")}
+
+
 def _imported(options: argparse.Namespace) -> Iterator[TraceStep]:
+    for name in FORMAT_OPTIONS["megatron" if options.format == "histogram" else "histogram"]:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}: is not an option of --format {options.format}")
     if options.format == "histogram":
         if len(options.file) > 1:
             raise ConfigError(f"{options.file[1]}: allowed is one file with --format histogram")
         return read_histogram(
-            options.file[0], sequence_length=options.sequence_length, steps=options.steps, seed=options.seed
+            options.file[0],
+            sequence_length=options.sequence_length,
+            steps=1 if options.steps is None else options.steps,
+            seed=options.seed or 0,
         )
     for name in ("num_experts", "sequence_length"):
         if getattr(options, name) is None:
@@ -65,7 +75,7 @@ def _imported(options: argparse.Namespace) -> Iterator[TraceStep]:
         num_experts=options.num_experts,
         sequence_length=options.sequence_length,
         ep=options.ep,
-        token_order=options.token_order,
+        token_order=options.token_order or TOKEN_ORDERS[0],
     )
     return read_megatron(options.file, model)
 
@@ -191,10 +201,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--sequence-length", type=int, metavar="N", help="tokens of a row (histogram: all of a shard)")
     command.add_argument("--ep", type=int, metavar="N", help="megatron: ranks of an ep group (all)")
     command.add_argument(
-        "--token-order", choices=TOKEN_ORDERS, default="sbh", help="megatron: how tokens are flattened (sbh)"
+        "--token-order", choices=TOKEN_ORDERS, help=f"megatron: how tokens are flattened ({TOKEN_ORDERS[0]})"
     )
-    command.add_argument("--steps", type=int, metavar="N", default=1, help="histogram: independent draws (1)")
-    command.add_argument("--seed", type=int, metavar="N", default=0, help="histogram: of the draws (0)")
+    command.add_argument("--steps", type=int, metavar="N", help="histogram: independent draws (1)")
+    command.add_argument("--seed", type=int, metavar="N", help="histogram: of the draws (0)")
 
     command = commands.add_parser("synthetic", help="a labelled skew, by default of the published hero's shape")
     command.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))

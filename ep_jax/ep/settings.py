@@ -13,6 +13,7 @@ ORDERS = ("sequence", "position", "choice", "weight")
 RECEIVES = ("expert", "pool")
 AGREEMENTS = ("tail", "round_robin", "water_fill")
 SCHEDULES = ("sequential", "overlapped")
+NOT_EMULATED = ("schedule", "updates_per_cell")  # nothing is sent where shards are emulated
 WITH_ROWS_SENT = ("rescale", "premix", "emulated_shards")  # of every transport that sends rows
 # Settings that a transport does not use are accepted, and named once at the start of a run.
 USED = {
@@ -72,7 +73,10 @@ class EPConfig:
     @property
     def used(self) -> tuple[str, ...]:
         """The settings that the chosen transport looks at."""
-        return USED[self.transport]
+        used = USED[self.transport]
+        if self.emulated_shards and "emulated_shards" in used:
+            return tuple(name for name in used if name not in NOT_EMULATED)
+        return used
 
     @property
     def emulates(self) -> bool:

@@ -4,13 +4,13 @@ Letters: P stages (valid, sender, receiver), U recorded steps. Runs the protocol
 planning needs no device.
 """
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ep_jax.config import RunConfig
+from ep_jax.ep.capacity import LayerShape
 from ep_jax.fields import ConfigError
 from ep_jax.replay.policies import TRANSPORTS, Family
 from ep_jax.replay.recommend import by_step, draw_steps, interval
@@ -22,26 +22,34 @@ from ep_jax.traces.file import Trace
 def expected_drops(config: RunConfig, path: str | Path) -> dict[str, Any]:
     """Drop rates of the planned policy on a trace of the same router, with a 95 % interval over its steps; JSON values.
 
-    The trace's packed rows are dealt to mesh.ep shards, as many each as recorded. Raises ConfigError when the trace is
-    of another router, has too few rows, or the transport never drops.
+    The trace's packed rows are dealt to mesh.ep shards, as many each as a GPU is planned to hold in a microbatch. Raises
+    ConfigError when the trace is of another router or row length, has too few rows, or the transport never drops.
     """
     trace = Trace(path)
     header, first = trace.header, trace.read(trace.steps[0])
     recorded, router = recorded_sizes(first), config.router
     for name, found, planned in (
-        ("num_experts", header.num_experts, router.num_experts),
-        ("experts_per_token", recorded.choices, router.experts_per_token),
+        ("router.num_experts", header.num_experts, router.num_experts),
+        ("router.experts_per_token", recorded.choices, router.experts_per_token),
+        ("data.sequence_length", header.sequence_length, config.data.sequence_length),
     ):
         if found != planned:
-            raise ConfigError(f"--trace {path}: was recorded with {name} {found}: expected router.{name} = {planned}")
+            raise ConfigError(f"--trace {path}: {name} = {planned}: was recorded with {found}; the two must be equal")
     if config.ep.transport not in TRANSPORTS:
-        raise ConfigError(f"--trace: ep.transport = {config.ep.transport}: drops nothing; allowed are {TRANSPORTS}")
-    shards = config.mesh.ep
-    dealing = deal(header, recorded, shards, "recorded", len(trace))
-    request = Request.of_pairs(Family(config.ep, shards), [(config.ep.sender_factor, config.ep.receiver_factor)])
-    read = functools.partial(iter, trace)
+        allowed = ", ".join(TRANSPORTS)
+        raise ConfigError(f"--trace: ep.transport = {config.ep.transport}: drops nothing; allowed are {allowed}")
+    family = Family(config.ep, config.mesh.ep)
+    rows = config.train.sequences_per_step // (config.train.accumulation * config.mesh.size)
+    try:
+        dealing = deal(header, recorded, family.shards, rows, len(trace))
+        family.check(LayerShape(family.shards, header.num_experts, recorded.choices, rows * header.sequence_length))
+    except ConfigError as error:
+        raise ConfigError(
+            f"--trace {path}: at mesh.ep = {family.shards} with {rows} packed rows a GPU: {error}"
+        ) from None
+    request = Request.of_pairs(family, [(config.ep.sender_factor, config.ep.receiver_factor)])
     sizes = dict(num_experts=header.num_experts, sequence_length=header.sequence_length)
-    [[outcome]] = replay(groups(dealing, read()), [request], **sizes)
+    [[outcome]] = replay(groups(dealing, trace), [request], **sizes)
 
     counts_UP = by_step(outcome.counts_GNP.sum(axis=1), outcome.steps_G)
     drops_U1 = counts_UP[:, 1:].sum(axis=1, keepdims=True)

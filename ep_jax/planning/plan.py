@@ -22,9 +22,7 @@ from ep_jax.planning.memory import (
 )
 from ep_jax.planning.sizes import FLOAT32, Sizes
 
-OUT_OF_SCOPE = (
-    "expected drops: they follow from routing, not from sizes; they need a trace, which the planner does not read"
-)
+OUT_OF_SCOPE = "drops, without a trace: they follow from routing, not from sizes; --trace gives recorded routing"
 
 
 def place(config: RunConfig, hardware: Hardware) -> RunConfig:

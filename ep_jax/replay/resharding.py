@@ -129,12 +129,16 @@ def deal(header: TraceHeader, recorded: Recorded, shards: int, rows: str | int, 
 def groups(dealing: Dealing, steps: Iterable[TraceStep]) -> Iterator[Group]:
     """The ep groups of consecutive steps, in order; holds no more than the steps a group needs.
 
-    Raises ConfigError when a step has other sizes than the first.
+    Raises ConfigError when a step has other layers or choices than the first.
     """
     held: list[Group] = []  # rows not dealt yet, as groups of one shard a row
     for number, step in enumerate(steps):
-        if recorded_sizes(step) != dealing.recorded:
-            raise ConfigError(f"step {step.step}: {recorded_sizes(step)}: expected {dealing.recorded} as in the first")
+        sizes, first = recorded_sizes(step), dealing.recorded
+        if (sizes.layers, sizes.choices) != (first.layers, first.choices):
+            raise ConfigError(
+                f"step {step.step}: {sizes.layers} layers, top-{sizes.choices}: expected {first.layers} layers, "
+                f"top-{first.choices} as in the first"
+            )
         held.append(_by_row(step, number))
         while sum(len(part.valid_ST) for part in held) >= dealing.group_rows:
             taken, held = _take(held, dealing.group_rows)

@@ -47,7 +47,7 @@ class TraceHeader:
     num_experts: int
     sequence_length: int  # columns of a packed row; divides T
     ep: int  # shards of an ep group when it was recorded; divides S
-    source: str  # where it comes from, for people: "train runs/tiny", "synthetic document skew", ...
+    source: str  # where it comes from, for people: "training, run tiny", "synthetic document_skew sigma 1.47", ...
     order_known: bool = True  # False: only counts were known, so order-dependent policies cannot be told apart
     policy: dict[str, Any] | None = None  # the fields of the EPConfig behind `counts`
 
@@ -96,14 +96,14 @@ def id_type(num_experts: int) -> Any:
 def write_step(folder: Path, part: TraceStep, *, index: int = 0, count: int = 1) -> Path:
     """Writes part `index` of `count` of a step, whole or not at all; returns the path.
 
-    Raises OSError, and TraceError for an expert id that is not below num_experts.
+    Raises OSError, and TraceError for an expert id that is not below num_experts or a weight that is not finite.
     """
     ids = part.expert_ids_NMSTK[:, part.valid_MST]
     if ids.size and not 0 <= ids.min() <= ids.max() < part.header.num_experts:
-        raise TraceError(
-            f"step {part.step}: found expert ids {ids.min()} to {ids.max()}, allowed are 0 to "
-            f"{part.header.num_experts - 1}"
-        )
+        highest = part.header.num_experts - 1
+        raise TraceError(f"step {part.step}: found expert ids {ids.min()} to {ids.max()}, allowed are 0 to {highest}")
+    if not np.isfinite(part.weights_NMSTK[:, part.valid_MST]).all():
+        raise TraceError(f"step {part.step}: found a combine weight that is not finite")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{part.step:08d}.part{index}of{count}.npz"
     arrays: dict[str, Any] = {
@@ -129,7 +129,7 @@ def write_step(folder: Path, part: TraceStep, *, index: int = 0, count: int = 1)
 
 
 class Trace:
-    """A trace on disk: its header, its steps, and each step's routing when asked for."""
+    """A trace on disk: the header of its first step, its steps, and each step's routing when asked for."""
 
     def __init__(self, path: str | Path):
         """Raises TraceError when there is no trace, a part is missing, or parts belong to different traces."""
@@ -159,7 +159,9 @@ class Trace:
         parts = [_read_part(path) for path in self._parts[step]]
         first = parts[0]
         for path, part in zip(self._parts[step], parts, strict=True):
-            if dataclasses.replace(part.header, source="") != dataclasses.replace(self.header, source=""):
+            # A run that went on under another policy or on another mesh is still one trace; each step has its header.
+            kinds = [(h.num_experts, h.sequence_length, h.order_known) for h in (part.header, self.header)]
+            if part.header != first.header or kinds[0] != kinds[1]:
                 raise TraceError(f"{path}: found a part of another trace than the first file's")
         shards_S = np.concatenate([_shards_of(part) for part in parts])
         if sorted(shards_S.tolist()) != list(range(len(shards_S))):

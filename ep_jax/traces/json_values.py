@@ -18,6 +18,7 @@ JSON_KINDS: dict[str, tuple[str, Any]] = {
 
 
 def text_of(path: Path) -> bytes:
+    """A file's content. Raises TraceError when it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -25,6 +26,7 @@ def text_of(path: Path) -> bytes:
 
 
 def object_of(where: str, text: bytes) -> dict[str, Any]:
+    """A JSON object. Raises TraceError for anything else, as the functions below do."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -35,6 +37,7 @@ def object_of(where: str, text: bytes) -> dict[str, Any]:
 
 
 def integer_of(where: str, name: str, value: Any, lowest: int = 0) -> int:
+    """An integer from `lowest` to HIGHEST."""
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= HIGHEST:
         found = "is missing" if value is None else f"= {value!r}"
         raise TraceError(f"{where}: {name} {found}; allowed is an integer from {lowest} to {HIGHEST}")

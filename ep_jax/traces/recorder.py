@@ -31,7 +31,7 @@ class Recorder:
     def __init__(self, config: RunConfig, mesh: Mesh, layout: Layout, folder: Path, source: str):
         self.config, self.layout, self.folder = config, layout, folder
         self.devices = mesh.size
-        emulated = config.ep.emulated_shards if "emulated_shards" in config.ep.used else 0
+        emulated = config.ep.emulated_shards if config.ep.emulates else 0
         self.shards_of_device = emulated // config.mesh.ep if emulated else 1
         self.header = TraceHeader(
             num_experts=config.router.num_experts,

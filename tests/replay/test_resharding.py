@@ -111,10 +111,19 @@ def test_refuses_what_cannot_be_dealt(shards, rows, message):
     assert "\n" not in str(error.value)
 
 
-def test_refuses_steps_of_other_sizes():
-    small = make_step(2, microbatches=1)
-    with pytest.raises(ConfigError, match="as in the first"):
-        dealt(4, "recorded", [make_step(1), small])
+def test_steps_of_another_batch_or_mesh_follow_as_rows():
+    """A run may go on with another batch: its packed rows are dealt like the others."""
+    first, small = make_step(1), make_step(2, microbatches=1)
+    _, found = dealt(4, "recorded", [first, small])
+    rows = np.concatenate([step.document_MST.reshape(-1, LENGTH) for step in (first, small)])
+    np.testing.assert_array_equal(np.concatenate([group.document_ST.reshape(-1, LENGTH) for group in found]), rows)
+
+
+def test_refuses_steps_of_another_model():
+    step = make_step(2)
+    other = dataclasses.replace(step, expert_ids_NMSTK=step.expert_ids_NMSTK[:1], weights_NMSTK=step.weights_NMSTK[:1])
+    with pytest.raises(ConfigError, match="step 2: 1 layers, .* as in the first"):
+        dealt(4, "recorded", [make_step(1), other])
 
 
 def test_holds_no_more_steps_than_a_group_needs():

@@ -162,6 +162,8 @@ def test_refusals(trace, tmp_path, monkeypatch):
     write_step(other, step)
     assert refusal(trace, other).startswith(f"{other}: found 16 experts, packed rows of 8 and ep 8: expected those of ")
     assert "--check: needs a trace with the policy" in refusal(other, "--check")
+    assert refusal(trace, "--check", "--shards", 8, "--order", "weight").endswith("beside it: --order, --shards")
+    assert "whole numbers, at least 0" in refusal(trace, "--seed", "-1")
     assert "found no trace" in refusal(tmp_path / "nowhere")
     assert "--shards 3: the trace has 16 experts" in refusal(trace, "--shards", 3)
     assert "record at least 8 steps" in refusal(trace, "--shards", 16, "--rows", 16)

@@ -3,6 +3,7 @@
 Letters: N layers, M microbatches, S shards, T tokens of a shard, K choices, P stages, E experts.
 """
 
+import re
 import shutil
 
 import numpy as np
@@ -20,6 +21,7 @@ from ep_jax.traces.recorder import HELD_OUT_TRACE_FOLDER, TRACE_FOLDER, Recorder
 from tests.ep.ep_cases import policy_of
 from tests.train.tiny_run import (
     config_of,
+    contents,
     copy_run,
     evaluate_here,
     losses_of,
@@ -27,6 +29,7 @@ from tests.train.tiny_run import (
     summary_of,
     train_here,
 )
+from tools import replay
 
 CHANGES = dict(train__accumulation=2, train__sequences_per_step=16, train__steps=6, checkpoint__every=2)
 
@@ -124,6 +127,27 @@ def test_evaluation_records_held_out_batches(traced, tmp_path):
     for step in (first, last):
         np.testing.assert_array_equal(step.counts_NPE, oracle_counts(step))
     assert wanted["valid_targets"] < sum(int(step.valid_MST.sum()) for step in trace)
+
+
+def test_an_evaluation_records_only_when_asked(traced, tmp_path):
+    folder = copy_run(traced, tmp_path / "run")
+    assert evaluate_here(folder, "--trace.every", "1").code == exits.DONE
+    before = contents(folder / HELD_OUT_TRACE_FOLDER)
+    assert evaluate_here(folder).code == exits.DONE  # the run's own trace.every is 2
+    assert contents(folder / HELD_OUT_TRACE_FOLDER) == before
+
+
+def test_a_step_that_is_not_finite_is_not_recorded(corpus, tmp_path):
+    ended = train_here(corpus, tmp_path / "run", trace__every=1, optimizer__learning_rate=1e30, **CHANGES)
+    assert ended.code == exits.NON_FINITE
+    bad = int(re.search(r"step (\d+): ", ended.out.splitlines()[-1])[1])
+    recorded = tmp_path / "run" / TRACE_FOLDER
+    assert (Trace(recorded).steps if recorded.exists() else []) == list(range(1, bad))
+
+
+def test_replay_agrees_with_training(traced, capsys):
+    assert replay.main([str(traced / TRACE_FOLDER), "--check"]) == exits.DONE
+    assert "3 steps" in capsys.readouterr().out
 
 
 def test_a_trace_that_cannot_be_written_ends_the_run(corpus, tmp_path, monkeypatch):

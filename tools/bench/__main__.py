@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     from ep_jax.profiling import device_description
 
     devices = jax.devices()[: arguments.devices] if arguments.devices else jax.devices()
+    if arguments.devices and len(devices) < arguments.devices:
+        raise ConfigError(f"--devices {arguments.devices}: there are {len(devices)}")
     mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(AxisType.Auto,), devices=devices)
     print(f"{len(devices)} x {devices[0].device_kind}, flags: {' '.join(flags) or 'none added'}", flush=True)
     began = time.perf_counter()
@@ -57,13 +59,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line with its lists read. Raises ConfigError for a name or number that is not one."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--shapes", default="A,B,C", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--routing", default="uniform", help=f"of {', '.join(ROUTINGS)}")
-    parser.add_argument("--transport", default="pooled_wave", help=f"of {', '.join(TRANSPORTS)}")
+    transports = f"of {', '.join(TRANSPORTS)}; with ragged among them all run under the XLA flags of ragged"
+    parser.add_argument("--transport", default="pooled_wave", help=transports)
     parser.add_argument("--sender", default="1.03", help="sender factors")
     parser.add_argument("--receiver", default="1.03", help="receiver factors")
     parser.add_argument("--order", default="position", choices=ORDERS)
@@ -143,7 +147,7 @@ def layers(arguments: argparse.Namespace, mesh: Any) -> Iterator[dict[str, Any]]
                     continue
                 limits = {way: limit_ms(result, problem, rates, backward=way == "both") for way in ("forward", "both")}
                 row |= result.as_json() | {"ceilings": rates.as_json(), "limit_ms": limits}
-                if split_ms:
+                if split_ms and settings.transport in ("pooled_wave", "fixed_cell"):  # others' waves are of experts
                     row["matmuls_alone_ms"] = split_ms[settings.waves]
                 print(table_row(row), flush=True)
                 for name, ms in list(result.both.kernels_ms.items())[: arguments.kernels]:
