@@ -28,7 +28,7 @@ def checkout(folder):
     folder.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt", ".python-version", "Makefile"):
         shutil.copy(ROOT / name, folder / name)
-    for name in ("ep_jax", "configs", "tools", "tests", ".ci"):
+    for name in ("ep_jax", "kernels", "configs", "tools", "tests", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
@@ -56,7 +56,7 @@ def test_wheel_holds_the_package_and_its_configs_only(tmp_path):
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"ep_jax"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"ep_jax", "ep_jax_kernels"}
     in_checkout = {str(path.relative_to(ROOT)) for path in (ROOT / "ep_jax").rglob("*.py")}
     configs = {f"ep_jax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.toml")}
     assert in_checkout | configs == {name for name in names if name.startswith("ep_jax/")}

@@ -1,0 +1,52 @@
+"""The one place that calls jax-triton: 0.3.1 with triton 3.6, the pair that works on the tested GPU machines.
+
+All sizes are given to kernels as constants, so a kernel is compiled for its shapes, as XLA programs are.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def triton_call(
+    *arrays: jax.Array,
+    kernel: Any,
+    out_shape: Any,
+    programs: int,
+    num_warps: int,
+    num_stages: int = 3,
+    **constants: Any,
+) -> Any:
+    """Runs `programs` programs of a Triton kernel; its pointers are the arrays, then the outputs of `out_shape`.
+
+    Outputs start unwritten. Inside shard_map they vary over the mesh axes over which any input varies.
+    """
+    import jax_triton
+
+    out = jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        out_shape=out_shape,
+        grid=(programs,),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **constants,
+    )
+    axes = frozenset().union(*map(_varying_axes, arrays))
+    return jax.tree.map(lambda array: _vary(array, axes), out)
+
+
+def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """jax-triton says nothing of mesh axes, so JAX would take its outputs for the same on all devices."""
+    missing = tuple(sorted(axes - _varying_axes(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def _varying_axes(array: jax.Array) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """value / divisor, rounded up."""
+    return -(-value // divisor)

@@ -1,0 +1,103 @@
+"""Rows by index near the speed of a copy: payload packing, compaction, expansion.
+
+Letters: N input rows, M output rows, J places of one row, H width. An index outside 0 .. N-1, as -1, reads as zeros and
+receives nothing, whatever the buffers contain. Needs a GPU; reference.py is the same in plain JAX.
+"""
+
+import dataclasses
+
+import jax
+
+from .. import call
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A program's tile. 2 to 16 loads of 16 bytes a thread, rows * columns / (32 * warps * 8) at 2 bytes an element."""
+
+    rows: int = 8
+    columns: int = 1024
+    warps: int = 4
+    load_policy: str = ""
+    store_cache: str = ""
+
+
+# Not timed yet: `tune.py` does. The first is the default.
+CANDIDATES = (
+    Launch(),
+    Launch(rows=4),
+    Launch(rows=16),
+    Launch(rows=16, warps=8),
+    Launch(rows=4, columns=512),
+    Launch(rows=16, columns=512),
+    Launch(rows=32, columns=256),
+    Launch(rows=4, columns=2048),
+    Launch(rows=8, columns=2048, warps=8),
+    Launch(rows=2, columns=4096),
+    Launch(load_policy="evict_first"),
+    Launch(store_cache=".cs"),
+    Launch(load_policy="evict_first", store_cache=".cs"),
+    Launch(rows=4, load_policy="evict_first", store_cache=".cs"),
+    Launch(rows=16, columns=512, store_cache=".cs"),
+)
+
+
+def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDATES[0]) -> jax.Array:
+    """rows_NH[index_M] (index int32), zeros where the index is outside 0 .. N-1. No derivative; see `move_rows`.
+
+    Elements of 2 or 4 bytes, H a multiple of 8; NotImplementedError otherwise.
+    """
+    check_rows(rows_NH)
+    from .kernel import gather_rows_kernel
+
+    (num_rows, width), num_out = rows_NH.shape, index_M.shape[0]
+    return call.triton_call(
+        rows_NH,
+        index_M,
+        kernel=gather_rows_kernel,
+        out_shape=jax.ShapeDtypeStruct((num_out, width), rows_NH.dtype),
+        programs=call.ceil_div(num_out, launch.rows) * call.ceil_div(width, launch.columns),
+        num_warps=launch.warps,
+        N=num_rows,
+        M=num_out,
+        H=width,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        LOAD_POLICY=launch.load_policy,
+        STORE_CACHE=launch.store_cache,
+    )
+
+
+@jax.custom_vjp
+def move_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
+    """Output row m is input row source_M[m]; dtype and width of the input.
+
+    places_NJ is the inverse: the output rows that hold input row n (int32, -1 for none). The gradient of row n is the
+    float32 sum of the output gradients at its places, in order of J.
+    """
+    del places_NJ
+    return gather_rows(rows_NH, source_M)
+
+
+def _move_rows_forward(rows_NH, source_M, places_NJ):
+    return move_rows(rows_NH, source_M, places_NJ), places_NJ
+
+
+def _move_rows_backward(places_NJ, gradient_MH):
+    if places_NJ.shape[1] == 1:
+        return gather_rows(gradient_MH, places_NJ[:, 0]), None, None
+    from ..combine_rows.op import sum_rows  # it imports this file's check
+
+    return sum_rows(gradient_MH, places_NJ), None, None
+
+
+move_rows.defvjp(_move_rows_forward, _move_rows_backward)
+
+
+def check_rows(rows_NH: jax.Array) -> None:
+    """Raises NotImplementedError where a row is not made of whole 16-byte accesses of 2- or 4-byte elements."""
+    if rows_NH.dtype.itemsize not in (2, 4) or rows_NH.shape[1] % 8:
+        raise NotImplementedError(
+            f"rows of {rows_NH.shape[1]} x {rows_NH.dtype}: the kernels take elements of 2 or 4 bytes and widths "
+            "that are multiples of 8"
+        )

@@ -1,0 +1,1 @@
+"""Matrix products of rows that are grouped by expert."""

@@ -1,0 +1,1 @@
+"""SwiGLU experts on rows that are grouped by expert."""

@@ -1,0 +1,162 @@
+"""Checks and times every launch of every kernel on one GPU: `python -m kernels.tune --out kernels.json` in a checkout.
+
+For one GPU's share of the benchmark shapes at ep 2. Of each operation all launches are tried on the first shape, the
+best few on the others. A launch is checked against the plain reference, in memory that was filled with NaN where the
+allocator is likely to put outputs, then timed on the host, many calls at once; the best few get device times from a
+trace. The winners also run on experts of awkward sizes between rows of NaN. Rates count rows read and written, or
+floating-point operations on owned rows, with integer planning in the time; beside them stand this GPU's copy and XLA's
+own way of doing the same, measured in the same run. A layer's benchmark is tools.bench.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tools.bench.shapes import shape_of
+from tools.bench.timing import measure
+
+from .tune_cases import Case, combine_cases, edge_cases, gather_cases, matmul_cases, mlp_cases
+
+MAKERS = {"gather": gather_cases, "combine": combine_cases, "matmul": matmul_cases, "mlp": mlp_cases}
+COPY_BYTES = 2**30
+# Largest allowed |found - wanted| / |wanted| of a row or an expert in the Euclidean norm. Kernel and reference round to
+# bfloat16 (2^-9) in different places, up to four times together; a lost block of rows or columns costs far more.
+TOLERANCE = 1e-2
+
+
+def main() -> None:
+    """Exits with 1 when a launch was wrong or failed; the results are written after every case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="results, JSON")
+    parser.add_argument(
+        "--shapes", nargs="+", default=["A", "C", "B"], help="of tools.bench; all launches on the first"
+    )
+    parser.add_argument("--cases", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--keep", type=int, default=3, help="launches with device times, and tried on the other shapes")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=270.0, help="after this no further launch is begun")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    record: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jax", "jax-triton", "triton")}
+    record |= {"device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d"), "seconds": arguments.seconds}
+    record |= {"copy_tb_per_s": copy_rate(arguments.iterations), "rows": []}
+    print(json.dumps(record), flush=True)
+    ranking: dict[str, list[Any]] = {}
+    for shape in map(shape_of, arguments.shapes):
+        for kind in arguments.cases:
+            for case in MAKERS[kind](shape):
+                launches = ranking[case.name][: arguments.keep] if case.name in ranking else case.launches
+                tried = try_launches(case, launches, begun + arguments.seconds)
+                best = sorted((trial for trial in tried if trial.row["ok"]), key=lambda trial: trial.row["host_ms"])
+                measure_trials(case, best[: arguments.keep], arguments.iterations)
+                record["rows"] += [trial.row for trial in tried]
+                arguments.out.write_text(json.dumps(record, indent=1))
+                best.sort(key=lambda trial: trial.row.get("median_ms", float("inf")))
+                ranking.setdefault(case.name, [trial.launch for trial in best] or [*launches])
+    for case in edge_cases(arguments.cases):
+        record["rows"] += [trial.row for trial in try_launches(case, ranking[case.name][:1], float("inf"))]
+    arguments.out.write_text(json.dumps(record, indent=1))
+    for name, launches in ranking.items():
+        print(f"{name}: {launches[0]}")
+    wrong = [row for row in record["rows"] if not row["ok"]]
+    print(f"{len(record['rows'])} tried, {len(wrong)} wrong or failed, {time.monotonic() - begun:.0f} s")
+    raise SystemExit(bool(wrong))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A launch, what it was compiled to (None when that failed) and its row of results."""
+
+    launch: Any
+    function: Callable[..., Any] | None
+    row: dict[str, Any]
+
+
+def try_launches(case: Case, launches: Sequence[Any], ends: float) -> list[Trial]:
+    """Compiles, checks and times on the host each launch, until the clock says `ends`."""
+    wanted = jax.block_until_ready(jax.jit(case.reference)(*case.arguments))
+    trials = []
+    for position, launch in enumerate(launches):
+        if time.monotonic() > ends:
+            print(f"{case.name} {case.shape}: no time for {len(launches) - position} more launches", flush=True)
+            break
+        row: dict[str, Any] = {"case": case.name, "shape": case.shape, "launch": str(launch), "ok": False}
+        function = None
+        try:
+            function = jax.jit(case.run(launch)).lower(*case.arguments).compile()
+            fill_with_nan(wanted)
+            error = relative_error(function(*case.arguments), wanted, case.owned)
+            row |= {"ok": error <= TOLERANCE, "error": error, "host_ms": host_ms(function, case.arguments)}
+        except Exception as failure:  # whatever the compiler or the driver says to one launch, the others are tried
+            row["failed"] = " ".join(str(failure).split())[:500]
+        if not row["ok"]:
+            print(f"{case.name} {case.shape}: WRONG {row.get('failed', row.get('error'))}  {launch}", flush=True)
+        trials.append(Trial(launch, function, row))
+    print(f"{case.name} {case.shape}: {sum(trial.row['ok'] for trial in trials)} launches are right", flush=True)
+    return trials
+
+
+def measure_trials(case: Case, trials: Sequence[Trial], iterations: int) -> None:
+    """Device times and rates of some launches and of XLA's own way, added to their rows and printed."""
+    times = measure(jax.jit(case.baseline), *case.baseline_arguments, iterations=iterations, warmup=1)
+    xla_rate = case.baseline_work / times.median * 1e-9
+    print(f"  XLA     {times.median:9.4f} ms {xla_rate:8.3f} {case.unit}", flush=True)
+    for trial in trials:
+        assert trial.function is not None
+        times = measure(trial.function, *case.arguments, iterations=iterations, warmup=1)
+        rate = case.work / times.median * 1e-9
+        trial.row.update(times.as_json(), rate=rate, unit=case.unit, xla_rate=xla_rate)
+        print(
+            f"  {times.source:<8}{times.median:9.4f} ms {rate:8.3f} {case.unit} {rate / xla_rate:6.2f} x XLA "
+            f" error {trial.row['error']:.1e}  {trial.launch}",
+            flush=True,
+        )
+
+
+def host_ms(function: Callable[..., Any], arguments: Sequence[Any], calls: int = 10) -> float:
+    """Time of one of many calls that are queued at once: launching them is hidden where a call takes long enough."""
+    outs: Any = None
+    began = time.perf_counter()
+    for _ in range(calls):
+        outs = function(*arguments)
+    jax.block_until_ready(outs)
+    return 1e3 * (time.perf_counter() - began) / calls
+
+
+def relative_error(found: Any, wanted: Any, owned: np.ndarray | None) -> float:
+    """The largest |found - wanted| / |wanted| over the leading index (rows, or experts); NaN counts as infinite."""
+
+    @jax.jit
+    def error(one, right, counts):
+        one, right = (array.astype(jnp.float32).reshape(array.shape[0], -1) for array in (one, right))
+        difference, size = jnp.linalg.norm(one - right, axis=1), jnp.linalg.norm(right, axis=1)
+        ratio = jnp.where(size > 0, difference / size, jnp.where(difference == 0, 0, jnp.inf))
+        return jnp.max(jnp.where(counts, jnp.where(jnp.isnan(difference), jnp.inf, ratio), 0))
+
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(error(one, right, np.ones(len(right), bool) if owned is None else owned)) for one, right in pairs)
+
+
+def fill_with_nan(like: Any) -> None:
+    """Writes NaN where the allocator is likely to put the next outputs: it gives freed pieces of that size again."""
+    jax.block_until_ready([jnp.full_like(out, jnp.nan) for out in jax.tree.leaves(like)])
+
+
+def copy_rate(iterations: int) -> float:
+    """TB/s read plus written by this GPU's copy."""
+    source = jnp.ones(COPY_BYTES if jax.default_backend() == "gpu" else 2**20, jnp.int8)
+    copied = measure(jax.jit(lambda x: x + jnp.int8(1)), source, iterations=iterations)
+    return round(2 * source.nbytes / copied.median * 1e-9, 3)
+
+
+if __name__ == "__main__":
+    main()
