@@ -22,8 +22,8 @@ from ep_jax.traces.file import Trace
 def expected_drops(config: RunConfig, path: str | Path) -> dict[str, Any]:
     """Drop rates of the planned policy on a trace of the same router, with a 95 % interval over its steps; JSON values.
 
-    The trace's packed rows are dealt to mesh.ep shards, as many each as a GPU is planned to hold in a microbatch. Raises
-    ConfigError when the trace is of another router or row length, has too few rows, or the transport never drops.
+    The trace's packed rows are dealt to mesh.ep shards, as many each as a GPU is planned to hold in a microbatch.
+    Raises ConfigError when the trace is of another router or row length, has too few rows, or nothing can drop.
     """
     trace = Trace(path)
     header, first = trace.header, trace.read(trace.steps[0])
