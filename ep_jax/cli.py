@@ -3,6 +3,7 @@
 Values are typed by `config.load`; nothing here knows what a setting means. Help comes from the settings themselves.
 """
 
+import argparse
 import dataclasses
 import difflib
 import textwrap
@@ -42,6 +43,13 @@ class Arguments:
 
 
 _CONFIG = Option("config", "PATH|NAME", "TOML file, or the name of a shipped one; without it the defaults apply")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of commands that take no run configuration: what is wrong is a ConfigError, one line."""
+
+    def error(self, message: str):
+        raise ConfigError(message)
 
 
 def parse_args(argv: Sequence[str], *, command: str, description: str) -> RunConfig:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ep_jax.cli import CommandParser
 from ep_jax.data.config import DataConfig
 from ep_jax.data.dataset import split_documents
 from ep_jax.data.documents import skipped_text
@@ -67,13 +68,8 @@ def _write_packing(folder: Path, config: DataConfig) -> None:
         save_packing(folder, packing_name(documents, lengths[documents], config.sequence_length), packing)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m tools.prepare_data", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m tools.prepare_data", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", choices=("stdlib", "text", "jsonl"), default="text", help="kind of the documents")
     parser.add_argument("--path", default="", help="file, folder or glob; unused for stdlib")
     parser.add_argument("--jsonl-field", default="text", help="field of a JSON line that holds the text (text)")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_jax import exits
+from ep_jax.cli import CommandParser
 from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES, EPConfig
 from ep_jax.ep.traffic import Widths
 from ep_jax.fields import ConfigError
@@ -200,13 +201,8 @@ def _say(text: str) -> None:
     print(f"  {text} ...", file=sys.stderr, flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m tools.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 

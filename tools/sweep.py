@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_jax import exits
+from ep_jax.cli import CommandParser
 from ep_jax.fields import ConfigError
 from ep_jax.report import SUMMARY_FILE
 from ep_jax.sweeps import FINISHED, HALF_DONE, NEW, REFUSED, Member, Sweep, read_sweep, write_member
@@ -221,13 +222,8 @@ def _say(place: int, rows: Sequence[Row], what: str, why: str = "") -> None:
     print(f"[{place + 1}/{len(rows)}] {rows[place].member}: {what}{f': {why}' if why else ''}", flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m tools.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sweep", metavar="SWEEP.toml", help="the sweep's file")

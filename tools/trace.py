@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ep_jax.cli import CommandParser
 from ep_jax.data.manifest import new_folder
 from ep_jax.exits import run_main
 from ep_jax.fields import ConfigError
@@ -181,13 +182,8 @@ def _flat(values_MST: np.ndarray) -> np.ndarray:
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m tools.trace", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="python -m tools.trace", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|import|synthetic")
 
     command = commands.add_parser("info", help="what a trace holds and how balanced it is")

@@ -11,11 +11,13 @@ import numpy as np
 
 from ep_jax.config import RunConfig
 from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.traffic import Widths
 from ep_jax.fields import ConfigError
+from ep_jax.planning.sizes import ITEMSIZE
 from ep_jax.replay.policies import TRANSPORTS, Family
-from ep_jax.replay.recommend import by_step, draw_steps, interval
 from ep_jax.replay.replay import Request, replay
 from ep_jax.replay.resharding import deal, groups, recorded_sizes
+from ep_jax.replay.results import result_of
 from ep_jax.traces.file import Trace
 
 
@@ -40,9 +42,10 @@ def expected_drops(config: RunConfig, path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"--trace: ep.transport = {config.ep.transport}: drops nothing; allowed are {allowed}")
     family = Family(config.ep, config.mesh.ep)
     rows = config.train.sequences_per_step // (config.train.accumulation * config.mesh.size)
+    shape = LayerShape(family.shards, header.num_experts, recorded.choices, rows * header.sequence_length)
     try:
         dealing = deal(header, recorded, family.shards, rows, len(trace))
-        family.check(LayerShape(family.shards, header.num_experts, recorded.choices, rows * header.sequence_length))
+        family.check(shape)
     except ConfigError as error:
         raise ConfigError(
             f"--trace {path}: at mesh.ep = {family.shards} with {rows} packed rows a GPU: {error}"
@@ -50,19 +53,16 @@ def expected_drops(config: RunConfig, path: str | Path) -> dict[str, Any]:
     request = Request.of_pairs(family, [(config.ep.sender_factor, config.ep.receiver_factor)])
     sizes = dict(num_experts=header.num_experts, sequence_length=header.sequence_length)
     [[outcome]] = replay(groups(dealing, trace), [request], **sizes)
-
-    counts_UP = by_step(outcome.counts_GNP.sum(axis=1), outcome.steps_G)
-    drops_U1 = counts_UP[:, 1:].sum(axis=1, keepdims=True)
-    rate = interval(drops_U1, counts_UP[:, 0], draw_steps(len(counts_UP), seed=0))
-    total_P = counts_UP.sum(axis=0)
-    layer_N = outcome.counts_GNP[:, :, 1:].sum(axis=(0, 2)) / np.maximum(outcome.counts_GNP[:, :, 0].sum(axis=0), 1)
+    widths = Widths(config.model.latent_dim, 0, ITEMSIZE[config.model.compute_dtype])
+    result = result_of(outcome, shape, rows, widths, seed=0)
+    rate, layer_N, total_P = result.interval, result.layer_interval.rate, outcome.total_P
     return {
         "source": header.source,
-        "steps": len(counts_UP),
+        "steps": len(np.unique(outcome.steps_G)),
         "assumption": dealing.assumption,
         "order_known": header.order_known,
-        "drop_rate": float(rate.rate[0]),
-        "interval": [float(rate.low[0]), float(rate.high[0])],
+        "drop_rate": rate.rate,
+        "interval": [rate.low, rate.high],
         "drop_rate_sender": float(total_P[1] / max(total_P[0], 1)),
         "drop_rate_receiver": float(total_P[2] / max(total_P[0], 1)),
         "lost_weight": float(outcome.lost_weight_2.sum()),

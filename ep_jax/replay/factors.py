@@ -40,7 +40,7 @@ def simulate_factors(
     """
     sizes = dict(num_experts=num_experts, sequence_length=sequence_length, settings=settings)
     numbers = _numbers(settings, _shape_of(expert_ids_STK, num_experts), tuple(senders), tuple(map(tuple, receivers)))
-    return _all_fates(expert_ids_STK, weights_STK, valid_ST, *numbers, **sizes)
+    return _for_all(expert_ids_STK, weights_STK, valid_ST, *numbers, result=fates_under, **sizes)
 
 
 def count_factors(
@@ -60,7 +60,7 @@ def count_factors(
     """
     sizes = dict(num_experts=num_experts, sequence_length=sequence_length, settings=settings)
     numbers = _numbers(settings, _shape_of(expert_ids_STK, num_experts), tuple(senders), tuple(map(tuple, receivers)))
-    return _all_counts(expert_ids_STK, weights_STK, valid_ST, *numbers, **sizes)
+    return _for_all(expert_ids_STK, weights_STK, valid_ST, *numbers, result=_drops, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,28 +93,27 @@ def _numbers(
     return tuple(np.array(x, np.int32) for x in (sender_IM3, receiver_IJN3))
 
 
-@functools.partial(jax.jit, static_argnames=("num_experts", "sequence_length", "settings"))
-def _all_fates(ids_STK, weights_STK, valid_ST, sender_IM3, receiver_IJN3, *, num_experts, sequence_length, settings):
-    group = shard_group(ids_STK, weights_STK, valid_ST, num_experts, sequence_length, settings)
-    return _for_all(lambda limits: fates_under(group, limits), group, sender_IM3, receiver_IJN3)
-
-
-@functools.partial(jax.jit, static_argnames=("num_experts", "sequence_length", "settings"))
-def _all_counts(ids_STK, weights_STK, valid_ST, sender_IM3, receiver_IJN3, *, num_experts, sequence_length, settings):
-    group = shard_group(ids_STK, weights_STK, valid_ST, num_experts, sequence_length, settings)
-    return _for_all(lambda limits: _drops(group, limits), group, sender_IM3, receiver_IJN3)
-
-
+@functools.partial(jax.jit, static_argnames=("result", "num_experts", "sequence_length", "settings"))
 def _for_all(
-    result: Callable[[Limits], jax.Array], group: ShardGroup, sender_IM3: jax.Array, receiver_IJN3: jax.Array
+    ids_STK: jax.Array,
+    weights_STK: jax.Array,
+    valid_ST: jax.Array,
+    sender_IM3: jax.Array,
+    receiver_IJN3: jax.Array,
+    *,
+    result: Callable[[ShardGroup, Limits], jax.Array],
+    num_experts: int,
+    sequence_length: int,
+    settings: EPConfig,
 ) -> jax.Array:
     """[I,J,...]: `result` of every pair. What depends on no limit runs once, what on the sender's alone I times."""
+    group = shard_group(ids_STK, weights_STK, valid_ST, num_experts, sequence_length, settings)
     own = own_limits(group.settings, group.shape)
 
     def of_pair(sender_M3: Any, receiver_N3: Any) -> jax.Array:
         senders = [_Within(*sender_M3[m], rows=c.static_rows(group.shape.tokens)) for m, c in enumerate(own.senders)]
         receivers = [_Within(*receiver_N3[n], rows=0) for n, _ in enumerate(own.receivers)]  # no buffer comes of them
-        return result(Limits(tuple(senders), tuple(receivers)))
+        return result(group, Limits(tuple(senders), tuple(receivers)))
 
     return jax.vmap(jax.vmap(of_pair, in_axes=(None, 0)))(sender_IM3, receiver_IJN3)
 

@@ -70,7 +70,7 @@ def test_no_factor_compiles():
     sizes = []
     for senders in ((1.0, 2.0), (1.3, 2.9), (0.1, 3.0)):
         count_factors(*arrays_of(group), **SIZES, settings=settings, senders=senders, receivers=[(1.0,)] * 2)
-        sizes.append(factors._all_counts._cache_size())
+        sizes.append(factors._for_all._cache_size())
     assert sizes[0] == sizes[1] == sizes[2]
 
 

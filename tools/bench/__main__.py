@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_jax import exits, xla_flags
+from ep_jax.cli import CommandParser
 from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES, TRANSPORTS, EPConfig
 from ep_jax.fields import ConfigError
 from tools.bench.shapes import ROUTINGS, SHAPES, shape_of
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line with its lists read. Raises ConfigError for a name or number that is not one."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=COMMANDS)
