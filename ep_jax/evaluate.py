@@ -75,6 +75,10 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         recorder = None
         if "trace.every" in dict(arguments.overrides) and config.trace.every:  # not because the run was traced
+            rows, every = min(config.train.eval_sequences, dataset.held_out.num_rows), config.trace.every
+            batches = -(-rows // config.train.sequences_per_step)
+            if every > batches:  # an older trace would be removed for nothing
+                raise ConfigError(f"trace.every = {every}: allowed is 1 to {batches}, the held-out batches")
             where = folder / HELD_OUT_TRACE_FOLDER
             recorder = Recorder(config, runtime.mesh, evaluator.layout, where, f"held-out rows, run {folder.name}")
             stack.callback(recorder.close)

@@ -16,6 +16,7 @@ from ep_jax.data.batches import BatchStream
 from ep_jax.drop_report import load as load_arrays
 from ep_jax.ep import reference
 from ep_jax.ep.settings import EPConfig
+from ep_jax.fields import ConfigError
 from ep_jax.traces import Trace
 from ep_jax.traces.recorder import HELD_OUT_TRACE_FOLDER, TRACE_FOLDER, Recorder
 from tests.ep.ep_cases import policy_of
@@ -134,6 +135,9 @@ def test_an_evaluation_records_only_when_asked(traced, tmp_path):
     assert evaluate_here(folder, "--trace.every", "1").code == exits.DONE
     before = contents(folder / HELD_OUT_TRACE_FOLDER)
     assert evaluate_here(folder).code == exits.DONE  # the run's own trace.every is 2
+    assert contents(folder / HELD_OUT_TRACE_FOLDER) == before
+    with pytest.raises(ConfigError, match="trace.every = 9: allowed is 1 to 1"):
+        evaluate_here(folder, "--trace.every", "9")
     assert contents(folder / HELD_OUT_TRACE_FOLDER) == before
 
 
