@@ -47,6 +47,9 @@ class TrainConfig:
     )
     eval_every: int = setting(0, at_least=0, unit="steps", doc="held-out loss every so often; 0 = only at the end")
     eval_sequences: int = setting(64, at_least=1, unit="sequences", doc="held-out packed rows of one evaluation")
+    compilation_cache: str = setting(
+        "", doc="folder where compiled programs are kept for the next start; empty = as JAX_COMPILATION_CACHE_DIR says"
+    )
 
     def __post_init__(self):
         check(self)

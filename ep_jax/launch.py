@@ -66,7 +66,14 @@ def start(config: RunConfig) -> Runtime:
 
     import jax
 
-    config = dataclasses.replace(config, mesh=resolve(config.mesh, jax.device_count()))
+    from ep_jax.compilation import use_cache
+
+    use_cache(config.train.compilation_cache)
+    from ep_jax.ep.choice import definite
+
+    settings, note = definite(config.ep, jax.devices(), config.model.latent_dim, config.model.compute_dtype)
+    notes += [note] if note else []
+    config = dataclasses.replace(config, mesh=resolve(config.mesh, jax.device_count()), ep=settings)
     check_run(config)
     return Runtime(config, make_mesh(config.mesh), launch, flags, tuple(notes))
 

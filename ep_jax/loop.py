@@ -7,13 +7,13 @@ done, and nothing is saved that did not pass the finite check. What a step compu
 
 import contextlib
 import dataclasses
-import time
 from typing import Any
 
 import jax
 
 from ep_jax import exits
 from ep_jax.checkpoint import CHECKPOINTS, Checkpointer
+from ep_jax.compilation import CompileWatch
 from ep_jax.config import to_toml, write_config
 from ep_jax.data.batches import BatchStream
 from ep_jax.evaluation import Evaluation, Evaluator
@@ -42,11 +42,18 @@ class Loop:
     """Runs steps until the last one, a SIGTERM or a non-finite step; `state` is always the newest."""
 
     def __init__(
-        self, runtime: Runtime, start: Start, stream: BatchStream, evaluator: Evaluator, termination: TerminationRequest
+        self,
+        runtime: Runtime,
+        start: Start,
+        stream: BatchStream,
+        evaluator: Evaluator,
+        termination: TerminationRequest,
+        watch: CompileWatch,
     ):
+        """watch: open since the run began; it is closed with the first step."""
         self.runtime, self.config = runtime, runtime.config
         self.state, self.start = start.state, start
-        self.stream, self.evaluator, self.termination = stream, evaluator, termination
+        self.stream, self.evaluator, self.termination, self.watch = stream, evaluator, termination, watch
         self.report = Report(runtime, first_step=start.step, totals=start.totals)
         self.delayed = DelayedMetrics()
         self.owed: Evaluation | None = None
@@ -91,13 +98,15 @@ class Loop:
 
     def _launch(self, step: int, batch: Any) -> None:
         """Launches a step and reports the one before; the first step is waited for, and opens the run folder."""
-        began = time.perf_counter()
         self.state, metrics = self.train_step(self.state, batch)
         routes, metrics = metrics.routes, metrics._replace(routes=None)
         finished = self.delayed.push(step, metrics)
         if not self.report.is_open:
             finished = self.delayed.flush()
-            self.runtime.say(f"first step done after {short_time(time.perf_counter() - began)}, mostly compiling")
+            self.watch.close()
+            seconds = self.watch.seconds
+            self.report.startup = {"seconds_to_first_step": round(seconds, 3), **self.watch.as_json()}
+            self.runtime.say(f"first step done after {short_time(seconds)}: {self.watch.describe()}")
             self._open_folder()
         if routes is not None and self.config.trace.due(step):
             self.unrecorded[step] = routes, metrics.drops.counts_NPE

@@ -44,6 +44,7 @@ class Report:
         self.peak = flops.device_peak_flops(device.device_kind, config.model.compute_dtype)
         self.clock = StepClock()
         self.first_step = first_step
+        self.startup: dict[str, Any] = {}  # of this process: time to its first step, and what compiling took of it
         self.tracker: Tracker | None = None
         self.arrays: ArrayFiles | None = None
         self.evaluations: JsonLines | None = None
@@ -121,6 +122,7 @@ class Report:
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes summary.json and closes the trackers."""
         summary = {**summary, "tokens_per_second": self.clock.tokens_per_second, "totals": self.totals}
+        summary["startup"] = self.startup
         if self.runtime.is_main:
             write_json(self.config.folder / SUMMARY_FILE, summary)
         self.close({name: value for name, value in summary.items() if not isinstance(value, dict)})

@@ -11,6 +11,7 @@ from typing import Any
 from ep_jax import exits
 from ep_jax.checkpoint import CHECKPOINTS, CheckpointError, Point, read_metadata, resume_point
 from ep_jax.cli import parse_args
+from ep_jax.compilation import CompileWatch
 from ep_jax.config import RunConfig
 from ep_jax.fields import ConfigError
 from ep_jax.launch import Runtime, start
@@ -21,16 +22,19 @@ def main(argv: Sequence[str]) -> int:
     """Trains as configured; returns the exit code."""
     description = "Train a Mixture-of-Experts language model."
     config = parse_args(argv, command="python -m ep_jax.train", description=description)
-    with TerminationRequest() as termination:
+    with TerminationRequest() as termination, CompileWatch() as watch:
         try:
-            return train(config, termination)
+            return train(config, termination, watch)
         except CheckpointError as error:
             print(f"checkpoint failed: {error}", flush=True)
             return exits.CHECKPOINT_FAILED
 
 
-def train(config: RunConfig, termination: TerminationRequest) -> int:
-    """The whole run; returns the exit code. Raises ConfigError before anything is written, and CheckpointError."""
+def train(config: RunConfig, termination: TerminationRequest, watch: CompileWatch) -> int:
+    """The whole run; returns the exit code. Raises ConfigError before anything is written, and CheckpointError.
+
+    watch: open; the time to the first step is counted from where it was opened.
+    """
     # 1. Devices. Before this line no JAX backend runs: its flags and device count are set here.
     runtime = start(config)
     from ep_jax.data import bigram_cross_entropy, open_dataset
@@ -77,7 +81,7 @@ def train(config: RunConfig, termination: TerminationRequest) -> int:
     # 4. Steps.
     began = time.perf_counter()
     evaluator = Evaluator(config, mesh, dataset.held_out)
-    loop = Loop(runtime, beginning, stream, evaluator, termination)
+    loop = Loop(runtime, beginning, stream, evaluator, termination, watch)
     code = loop.run()
     seconds = time.perf_counter() - began
     if code != exits.DONE:
@@ -103,6 +107,7 @@ def introduce(runtime: Runtime, data: str) -> None:
     import jax
 
     from ep_jax import flops
+    from ep_jax.ep import implementations
 
     config = runtime.config
     total, active = flops.num_parameters(config.model, config.router)
@@ -113,6 +118,7 @@ def introduce(runtime: Runtime, data: str) -> None:
         data,
         f"model: {total:,} parameters, {active:,} active per token, compute in {config.model.compute_dtype}",
         f"protocol: {config.ep.describe()}",
+        f"rows and experts by {implementations.describe(config.ep.kernels)}",
     )
 
 

@@ -3,6 +3,7 @@
 All sizes are given to kernels as constants, so a kernel is compiled for its shapes, as XLA programs are.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -33,8 +34,22 @@ def triton_call(
         num_stages=num_stages,
         **constants,
     )
-    axes = frozenset().union(*map(_varying_axes, arrays))
+    axes = _axes_of(arrays)
     return jax.tree.map(lambda array: _vary(array, axes), out)
+
+
+def vary_alike(*trees: Any) -> Any:
+    """The same arrays, each varying over all mesh axes over which any of them varies.
+
+    For the arguments of a custom derivative inside shard_map: what it returns varies over all of them, and JAX sums the
+    gradient of an argument over the axes that were added to it here.
+    """
+    axes = _axes_of(jax.tree.leaves(trees))
+    return jax.tree.map(lambda array: _vary(array, axes), trees)
+
+
+def _axes_of(arrays: Iterable[jax.Array]) -> frozenset[str]:
+    return frozenset().union(*map(_varying_axes, arrays))
 
 
 def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -20,8 +20,8 @@ from .gather_rows import reference as gather_reference
 from .grouped_matmul import op as matmul_op
 from .grouped_matmul import reference as matmul_reference
 from .grouped_matmul.tiles import Groups, capacity_groups, ragged_groups
-from .grouped_mlp import op as mlp_op
-from .grouped_mlp import reference as mlp_reference
+from .swiglu import op as swiglu_op
+from .swiglu import reference as swiglu_reference
 
 SHARDS = 2
 SLACK = 1.05  # rows of a buffer per row that is used
@@ -45,13 +45,6 @@ class Case:
     baseline_work: float
     unit: str  # "TB/s" or "TFLOP/s"
     owned: np.ndarray | None = None  # bool per row of the output, where not all of them count
-
-
-def cases(shape: Shape, kinds: Sequence[str]) -> Iterator[Case]:
-    """The cases of a shape, made one by one: their arrays do not all fit beside each other."""
-    makers = {"gather": gather_cases, "combine": combine_cases, "matmul": matmul_cases}
-    for kind in kinds:
-        yield from makers[kind](shape)
 
 
 def gather_cases(shape: Shape) -> Iterator[Case]:
@@ -129,9 +122,44 @@ def matmul_cases(shape: Shape) -> Iterator[Case]:
     yield from product_cases(shape.name, *routed_groups(shape), (shape.width, 2 * shape.hidden))
 
 
-def mlp_cases(shape: Shape) -> Iterator[Case]:
-    """The products that have SwiGLU in them."""
-    yield from swiglu_cases(shape.name, *routed_groups(shape), (shape.width, shape.hidden))
+def swiglu_cases(shape: Shape) -> Iterator[Case]:
+    """SwiGLU of weighted rows routed uniformly, and its gradient."""
+    groups, num_rows = routed_groups(shape)
+    owned, hidden = owned_rows(groups, num_rows), shape.hidden
+    used = float(owned.sum())
+    hidden_R2F, d_middle_RF = (
+        jnp.where(jnp.asarray(owned)[:, None], normal(seed, (num_rows, width)), jnp.nan)
+        for seed, width in ((8, 2 * hidden), (3, hidden))
+    )
+    weights_R = jnp.where(owned, np.random.default_rng(1).random(num_rows), np.nan).astype(jnp.float32)
+    yield Case(
+        name="swiglu forward",
+        shape=shape.name,
+        launches=swiglu_op.FORWARD_CANDIDATES,
+        run=lambda launch: lambda x, w, groups: swiglu_op.swiglu(x, groups, w, launch),
+        arguments=(hidden_R2F, weights_R, groups),
+        reference=lambda x, w, groups: swiglu_reference.swiglu(x, w),
+        baseline=swiglu_reference.swiglu,
+        baseline_arguments=(hidden_R2F, weights_R),
+        work=2.0 * 3 * hidden * used,
+        baseline_work=2.0 * 3 * hidden * num_rows,
+        unit="TB/s",
+        owned=owned,
+    )
+    yield Case(
+        name="swiglu gradient",
+        shape=shape.name,
+        launches=swiglu_op.BACKWARD_CANDIDATES,
+        run=lambda launch: lambda x, d, w, groups: swiglu_op.swiglu_gradient(x, d, groups, w, launch),
+        arguments=(hidden_R2F, d_middle_RF, weights_R, groups),
+        reference=lambda x, d, w, groups: swiglu_reference.swiglu_gradient(x, d, w),
+        baseline=swiglu_reference.swiglu_gradient,
+        baseline_arguments=(hidden_R2F, d_middle_RF, weights_R),
+        work=2.0 * 5 * hidden * used,
+        baseline_work=2.0 * 5 * hidden * num_rows,
+        unit="TB/s",
+        owned=owned,
+    )
 
 
 def product_cases(name: str, groups: Groups, num_rows: int, widths: tuple[int, int]) -> Iterator[Case]:
@@ -180,56 +208,6 @@ def product_cases(name: str, groups: Groups, num_rows: int, widths: tuple[int, i
     )
 
 
-def swiglu_cases(name: str, groups: Groups, num_rows: int, widths: tuple[int, int]) -> Iterator[Case]:
-    """Rows to gate, up and their product, and the gradient of gate and up; the baselines are einsum and SwiGLU."""
-    (h, f), experts, owned = widths, groups.sizes_e.shape[0], owned_rows(groups, num_rows)
-    even = int(owned.sum()) // experts
-    poison = jnp.asarray(owned)[:, None]
-    x, d_out, hidden = (
-        jnp.where(poison, normal(seed, (num_rows, width)), jnp.nan) for seed, width in ((3, h), (4, h), (8, 2 * f))
-    )
-    w_gate_up, w_down = normal(5, (experts, h, 2 * f)) * h**-0.5, normal(9, (experts, f, h)) * f**-0.5
-
-    def gate_up(x, w):
-        hidden = jnp.einsum("erh,ehf->erf", x, w)
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        return hidden, jax.nn.silu(gate) * up
-
-    def gate_up_gradient(d_out, w, hidden):
-        d_middle = jnp.einsum("erh,efh->erf", d_out, w)
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        return jnp.concatenate(jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)[1](d_middle), axis=-1)
-
-    yield Case(
-        name="gate_up forward",
-        shape=name,
-        launches=mlp_op.GATE_UP_CANDIDATES,
-        run=lambda launch: lambda x, w, groups: mlp_op.gate_up(x, w, groups, launch),
-        arguments=(x, w_gate_up, groups),
-        reference=mlp_reference.gate_up,
-        baseline=gate_up,
-        baseline_arguments=(normal(6, (experts, even, h)), w_gate_up),
-        work=4.0 * h * f * float(owned.sum()),
-        baseline_work=4.0 * h * f * even * experts,
-        unit="TFLOP/s",
-        owned=owned,
-    )
-    yield Case(
-        name="gate_up gradient",
-        shape=name,
-        launches=mlp_op.GATE_UP_GRADIENT_CANDIDATES,
-        run=lambda launch: lambda d, w, hidden, groups: mlp_op.gate_up_gradient(d, w, hidden, groups, launch),
-        arguments=(d_out, w_down, hidden, groups),
-        reference=mlp_reference.gate_up_gradient,
-        baseline=gate_up_gradient,
-        baseline_arguments=(normal(6, (experts, even, h)), w_down, normal(7, (experts, even, 2 * f))),
-        work=2.0 * h * f * float(owned.sum()),
-        baseline_work=2.0 * h * f * even * experts,
-        unit="TFLOP/s",
-        owned=owned,
-    )
-
-
 def edge_cases(kinds: Sequence[str]) -> Iterator[Case]:
     """Grouped products on experts of awkward sizes, contiguous and at a fixed distance, between rows of NaN."""
     sizes = jnp.array(EDGE_SIZES, jnp.int32)
@@ -237,9 +215,8 @@ def edge_cases(kinds: Sequence[str]) -> Iterator[Case]:
         ("ragged", ragged_groups(sizes), sum(EDGE_SIZES) + 100),
         ("capacity", capacity_groups(sizes, max(EDGE_SIZES)), max(EDGE_SIZES) * len(EDGE_SIZES)),
     ):
-        for kind, make in (("matmul", product_cases), ("mlp", swiglu_cases)):
-            if kind in kinds:
-                yield from make(f"edges {layout}", groups, num_rows, EDGE_WIDTHS)
+        if "matmul" in kinds:
+            yield from product_cases(f"edges {layout}", groups, num_rows, EDGE_WIDTHS)
 
 
 def routed_groups(shape: Shape) -> tuple[Groups, int]:

@@ -16,17 +16,19 @@ ROOT = Path(__file__).parents[1]
 ACCEPTED_KEYS = """
 run_dir resume
 train.steps train.seed train.sequences_per_step train.accumulation train.eval_every train.eval_sequences
+train.compilation_cache
 mesh.replica mesh.fsdp mesh.ep mesh.domain_size
 data.source data.path data.jsonl_field data.tokenizer data.sequence_length data.held_out_fraction data.cache_dir
 data.verify data.prefetch
 model.vocab_size model.num_layers model.model_dim model.num_heads model.num_kv_heads model.head_dim model.window
 model.global_every model.rope_theta model.norm_epsilon model.latent_dim model.expert_hidden_dim
 model.num_shared_experts model.shared_hidden_dim model.tie_embeddings model.init_std model.compute_dtype model.remat
+model.scan
 model.attention model.loss_chunk_tokens
 router.num_experts router.experts_per_token router.scores router.balancing router.weight_sum router.histogram_bins
 router.sign_bias_rate router.load_balance_coefficient router.z_loss_coefficient
 ep.transport ep.sender_factor ep.receiver_factor ep.order ep.receive ep.agreed ep.waves ep.schedule ep.rescale
-ep.premix ep.updates_per_cell ep.emulated_shards
+ep.premix ep.updates_per_cell ep.emulated_shards ep.kernels
 optimizer.name optimizer.learning_rate optimizer.adam_learning_rate optimizer.schedule optimizer.warmup_steps
 optimizer.decay_fraction optimizer.final_fraction optimizer.b1 optimizer.b2 optimizer.epsilon optimizer.weight_decay
 optimizer.clip_norm optimizer.muon_momentum optimizer.muon_dtype
@@ -161,7 +163,7 @@ def test_text_is_taken_as_it_is():
         ("ep.sender_factor=0", "ep.sender_factor = 0.0: allowed is above 0.0"),
         ("ep.rescale=yes", "ep.rescale = 'yes': expected true or false"),
         ("ep.rescale=1", "ep.rescale = '1': expected true or false"),
-        ("model.remat=some", "model.remat = 'some': allowed is one of none, full, exchanges"),
+        ("model.remat=some", "model.remat = 'some': allowed is one of none, products, exchanges, full"),
     ],
 )
 def test_command_line_values_of_another_type_or_out_of_bounds_are_refused(option, message):

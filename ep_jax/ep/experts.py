@@ -8,14 +8,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep import blocks
+from ep_jax.ep import blocks, implementations
 
 
 class CapacityRows(NamedTuple):
     """The same number of rows for each expert; rows that hold no token are zero."""
 
     rows_eRH: jax.Array
+    sizes_e: jax.Array | None = None  # int32: an expert's tokens are in its first rows; None: they may be in any
 
 
 class RaggedRows(NamedTuple):
@@ -23,6 +25,7 @@ class RaggedRows(NamedTuple):
 
     rows_NH: jax.Array
     sizes_e: jax.Array  # int32
+    weights_N: jax.Array | None = None  # float32, multiply the results; None: the results come out as they are
 
 
 ExpertRows = CapacityRows | RaggedRows
@@ -31,23 +34,60 @@ ExpertRows = CapacityRows | RaggedRows
 def swiglu_experts(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)) of each row by its expert; the layout and dtype of the rows.
 
-    The first F columns of w_gate_up are the gate. Matmuls accumulate in float32.
+    The first F columns of w_gate_up are the gate. Matmuls accumulate in float32. Rows of the result that hold no token
+    may be anything where a kernel computes them, and zero otherwise.
     """
-    if isinstance(expert_rows, CapacityRows):
-        hidden_eR2F = jnp.einsum("erh,ehf->erf", expert_rows.rows_eRH, w_gate_up_eH2F)
-        return jnp.einsum("erf,efh->erh", _gate(hidden_eR2F), w_down_eFH)
-    rows_NH, sizes_e = expert_rows
-    if blocks.worthwhile(rows_NH.shape[0], *w_gate_up_eH2F.shape):
+
+    def kernel():
+        return _by_kernel(expert_rows, w_gate_up_eH2F, w_down_eFH)
+
+    def plain():
+        if isinstance(expert_rows, CapacityRows):
+            hidden_eR2F = _named(jnp.einsum("erh,ehf->erf", expert_rows.rows_eRH, w_gate_up_eH2F))
+            return jnp.einsum("erf,efh->erh", _gate(hidden_eR2F), w_down_eFH)
+        return _ragged(expert_rows, w_gate_up_eH2F, w_down_eFH)
+
+    return implementations.first("experts", implementations.chosen(), kernel, plain)
+
+
+def _by_kernel(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.Array) -> jax.Array:
+    from ep_jax_kernels.grouped_matmul.tiles import capacity_groups, ragged_groups
+    from ep_jax_kernels.grouped_mlp.op import grouped_mlp
+
+    if isinstance(expert_rows, RaggedRows):
+        rows_NH, sizes_e, weights_N = expert_rows
+        return grouped_mlp(rows_NH, w_gate_up_eH2F, w_down_eFH, ragged_groups(sizes_e), weights_N)
+    rows_eRH, sizes_e = expert_rows
+    if sizes_e is None:
+        raise NotImplementedError("an expert's tokens are not in its first rows")
+    if rows_eRH.dtype == jnp.float32:  # exact products without tensor cores: padding costs less than that
+        raise NotImplementedError("float32 rows at a fixed distance")
+    groups = capacity_groups(sizes_e, rows_eRH.shape[1])
+    rows_NH = rows_eRH.reshape(-1, rows_eRH.shape[2])
+    return grouped_mlp(rows_NH, w_gate_up_eH2F, w_down_eFH, groups).reshape(rows_eRH.shape)
+
+
+def _ragged(expert_rows: RaggedRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.Array) -> jax.Array:
+    rows_NH, sizes_e, weights_N = expert_rows
+    if weights_N is None and blocks.worthwhile(rows_NH.shape[0], *w_gate_up_eH2F.shape):
         plan = blocks.plan_blocks(sizes_e, rows_NH.shape[0])
         w_gate_up, w_down = (blocks.weights_of_blocks(w, plan) for w in (w_gate_up_eH2F, w_down_eFH))
-        hidden_bB2F = jnp.einsum("brh,bhf->brf", blocks.to_blocks(rows_NH, plan), w_gate_up)
+        hidden_bB2F = _named(jnp.einsum("brh,bhf->brf", blocks.to_blocks(rows_NH, plan), w_gate_up))
         return blocks.from_blocks(jnp.einsum("brf,bfh->brh", _gate(hidden_bB2F), w_down), plan)
     # Selects, not products: what lies past the last group may be anything, and must not reach a gradient either.
     held_N1 = (jnp.arange(rows_NH.shape[0], dtype=jnp.int32) < jnp.sum(sizes_e))[:, None]
     rows_NH = jnp.where(held_N1, rows_NH, 0)
-    hidden_N2F = lax.ragged_dot(rows_NH, w_gate_up_eH2F, sizes_e)
-    out_NH = lax.ragged_dot(_gate(hidden_N2F), w_down_eFH, sizes_e)
-    return jnp.where(held_N1, out_NH, 0)
+    hidden_N2F = _named(lax.ragged_dot(rows_NH, w_gate_up_eH2F, sizes_e))
+    middle_NF = _gate(hidden_N2F)
+    if weights_N is not None:
+        weights_N1 = jnp.where(held_N1, weights_N[:, None], 0)
+        middle_NF = (weights_N1 * middle_NF.astype(jnp.float32)).astype(middle_NF.dtype)
+    return jnp.where(held_N1, lax.ragged_dot(middle_NF, w_down_eFH, sizes_e), 0)
+
+
+def _named(hidden: jax.Array) -> jax.Array:
+    """A name by which a remat policy may keep it."""
+    return checkpoint_name(hidden, "expert_hidden")
 
 
 def _gate(hidden_2F: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ waves, H routed width, F expert hidden width, D source shards of the mesh.
 Neither knows where routes come from, and a transport knows neither experts nor router.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ep_jax.ep import implementations
 from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.choice import definite
 from ep_jax.ep.dense import Dense
 from ep_jax.ep.drops import DropReport, LocalDrops, fates, local_drops
 from ep_jax.ep.emulated import Emulated
@@ -27,7 +30,7 @@ from ep_jax.ep.premix import mix, unmix
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.ring import Ring
-from ep_jax.ep.routes import Routes, check_routes
+from ep_jax.ep.routes import Routes, check_routes, rescaled_weights
 from ep_jax.ep.rowwise import Rowwise
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
@@ -83,11 +86,17 @@ class Transport(Protocol):
 
 
 def make_transport(settings: EPConfig, shape: LayerShape) -> Transport:
-    """The transport that `settings` names, or the emulation of a larger one's drops, sized for one layer shape.
+    """The transport that `settings` names (not auto), or the emulation of a larger one's drops, for one layer shape.
 
     Raises ConfigError when a capacity factor cannot be computed exactly in int32.
     """
-    return Emulated(settings, shape) if settings.emulates else TRANSPORTS[settings.transport](settings, shape)
+    if settings.emulates:
+        return Emulated(settings, shape)
+    if settings.transport == "rowwise" and settings.kernels == "auto" and not implementations.why_no_kernels():
+        from ep_jax.ep.rowwise_gpu import RowwiseGPU
+
+        return RowwiseGPU(settings, shape)
+    return TRANSPORTS[settings.transport](settings, shape)
 
 
 def routed_experts_local(
@@ -115,12 +124,13 @@ def routed_experts_local(
     routes = Routes(expert_ids_TK, weights_TK, valid_T, valid_in_group, sequence_length)
     mixes = "premix" in settings.used and not settings.emulates  # emulated shards mix routes only, while they decide
     premix = settings.premix if mixes else 1
+    run = implementations.using(settings.kernels)(functools.partial(_run, transport, settings))
     if premix == 1:
-        out_TH, fate_TK = _run(transport, settings, rows_TH, routes, w_gate_up_eH2F, w_down_eFH)
+        out_TH, fate_TK = run(rows_TH, routes, w_gate_up_eH2F, w_down_eFH)
     else:
         with jax.named_scope("premix"):
             mixed_rows, mixed_routes = mix(rows_TH, routes, premix)
-        mixed_out, mixed_fate = _run(transport, settings, mixed_rows, mixed_routes, w_gate_up_eH2F, w_down_eFH)
+        mixed_out, mixed_fate = run(mixed_rows, mixed_routes, w_gate_up_eH2F, w_down_eFH)
         with jax.named_scope("premix"):
             out_TH, fate_TK = unmix(mixed_out, premix), unmix(mixed_fate, premix)
     return out_TH, local_drops(fate_TK, expert_ids_TK, weights_TK, shape.num_experts)
@@ -150,7 +160,7 @@ def _run(
             after = _zero_after(returned[-1].rows_QH)
     with jax.named_scope("combine"):
         accepted_TK = transport.accepted(returned, plan)
-        weights_TK = _rescale(routes, accepted_TK) if settings.rescale else routes.weights_TK
+        weights_TK = rescaled_weights(routes, accepted_TK) if settings.rescale else routes.weights_TK
         out_TH = transport.combine(returned, weights_TK, accepted_TK, plan)
     return out_TH, fates(routes.valid_T, plan.sent_TK, accepted_TK)
 
@@ -162,16 +172,6 @@ def _zero_after(rows_QH: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(lax.stop_gradient(rows_QH[0, 0]).astype(jnp.float32), jnp.int32)
     return jnp.minimum(bits & 0x7FFFFFFF, 0)
-
-
-def _rescale(routes: Routes, kept_TK: jax.Array) -> jax.Array:
-    """Survivors' weights times valid sum / kept sum; zero for a token without survivors."""
-    weights_TK, valid_T = routes.weights_TK, routes.valid_T
-    kept_sum_T1 = jnp.sum(jnp.where(kept_TK, weights_TK, 0), axis=1, keepdims=True)
-    valid_sum_T1 = jnp.sum(jnp.where(valid_T[:, None], weights_TK, 0), axis=1, keepdims=True)
-    some_T1 = kept_sum_T1 > 0
-    scale_T1 = jnp.where(some_T1, valid_sum_T1 / jnp.where(some_T1, kept_sum_T1, 1), 0)
-    return jnp.where(kept_TK, weights_TK * scale_T1, 0)
 
 
 def routed_experts(
@@ -204,6 +204,7 @@ def routed_experts(
     token that are repeated or out of range (`check_routes`).
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+    settings, _ = definite(settings, list(mesh.devices.flat), rows_TH.shape[1], rows_TH.dtype)
     _check_call(
         rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh, settings
     )

@@ -47,7 +47,7 @@ class Arrival(NamedTuple):
 
     row_SP: jax.Array  # row of each received slot in the C rows, -1 when dropped or empty
     slot_C: jax.Array  # its inverse: received slot of each row, -1 when empty
-    sizes_e: jax.Array | None  # rows of each expert where they lie one after the other; None: R apart
+    sizes_e: jax.Array  # rows of each expert: of its R rows the first (receive = expert), or one after the other (pool)
 
 
 def plan_sender(
@@ -77,7 +77,8 @@ def plan_receiver(local_id_SP: jax.Array, limit: jax.Array, rows: int, local_exp
     rank_SP = rank_in_group(turn_PS, local_experts).reshape(slots, sources).T
     accepted_SP = (local_id_SP >= 0) & (rank_SP < limit)
     row_SP = jnp.where(accepted_SP, local_id_SP * rows + rank_SP, -1)
-    return Arrival(row_SP, invert(row_SP.reshape(-1), local_experts * rows), None)
+    slot_C = invert(row_SP.reshape(-1), local_experts * rows)
+    return Arrival(row_SP, slot_C, jnp.sum(slot_C.reshape(local_experts, rows) >= 0, axis=1, dtype=jnp.int32))
 
 
 def plan_receiver_pool(local_id_SP: jax.Array, limit: jax.Array, rows: int, local_experts: int) -> Arrival:
@@ -151,9 +152,9 @@ class PooledWave(ReturnsRows):
         numbers, rows_XH = layout.unpack(received)
         arrival = checkpoint_name(self.accept(numbers - 1, plan.expert_limit), "route_plan")
         held = move_rows(rows_XH, layout.rows_of(arrival.slot_C), layout.by_row(arrival.row_SP)[:, None])
-        if arrival.sizes_e is not None:
+        if self.settings.receive == "pool":
             return RaggedRows(held, arrival.sizes_e), arrival
-        return CapacityRows(held.reshape(local, self.expert_rows, -1)), arrival
+        return CapacityRows(held.reshape(local, self.expert_rows, -1), arrival.sizes_e), arrival
 
     def accept(self, local_id_SP: jax.Array, expert_limit: jax.Array) -> Arrival:
         """The receiver's part of one wave's plan, from the ids that arrived (-1 in empty slots)."""

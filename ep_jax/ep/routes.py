@@ -35,6 +35,16 @@ class Routes:
         return jnp.where(self.valid_T[..., None], self.expert_ids_TK, -1)
 
 
+def rescaled_weights(routes: Routes, kept_TK: jax.Array) -> jax.Array:
+    """[T,K]: survivors' weights times valid sum / kept sum; zero for a token without survivors."""
+    weights_TK, valid_T = routes.weights_TK, routes.valid_T
+    kept_sum_T1 = jnp.sum(jnp.where(kept_TK, weights_TK, 0), axis=1, keepdims=True)
+    valid_sum_T1 = jnp.sum(jnp.where(valid_T[:, None], weights_TK, 0), axis=1, keepdims=True)
+    some_T1 = kept_sum_T1 > 0
+    scale_T1 = jnp.where(some_T1, valid_sum_T1 / jnp.where(some_T1, kept_sum_T1, 1), 0)
+    return jnp.where(kept_TK, weights_TK * scale_T1, 0)
+
+
 def check_routes(expert_ids_TK: jax.typing.ArrayLike, valid_T: jax.typing.ArrayLike, num_experts: int) -> None:
     """Raises ConfigError unless the ids of every valid token are distinct and from 0 to num_experts - 1.
 

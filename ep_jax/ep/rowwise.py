@@ -32,6 +32,7 @@ class RowwisePlan(NamedTuple):
     assignment_Q: jax.Array  # its inverse
     sent_TK: jax.Array  # bool: every valid assignment; drops are the receivers'
     sizes_We: tuple[jax.Array, ...]  # rows that arrive for this shard's experts, by wave
+    weights_TK: jax.Array | None = None  # by which experts multiply their results; None: combine does
 
 
 def route_map(ids_TK: jax.Array, kept_SDe: jax.Array, me: jax.Array, receivers: Receivers) -> jax.Array:

@@ -9,21 +9,24 @@ from typing import ClassVar
 from ep_jax.fields import ConfigError, check, setting
 
 TRANSPORTS = ("pooled_wave", "fixed_cell", "ragged", "rowwise", "ring", "dense")
+AUTO = "auto"  # rowwise where its one-sided kernels run, else pooled_wave
 ORDERS = ("sequence", "position", "choice", "weight")
 RECEIVES = ("expert", "pool")
 AGREEMENTS = ("tail", "round_robin", "water_fill")
 SCHEDULES = ("sequential", "overlapped")
 NOT_EMULATED = ("schedule", "updates_per_cell")  # nothing is sent where shards are emulated
-WITH_ROWS_SENT = ("rescale", "premix", "emulated_shards")  # of every transport that sends rows
+KERNELS = ("auto", "xla")
+WITH_ROWS_SENT = ("rescale", "premix", "emulated_shards", "kernels")  # of every transport that sends rows
 # Settings that a transport does not use are accepted, and named once at the start of a run.
-USED = {
+USED: dict[str, tuple[str, ...]] = {
     "pooled_wave": ("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", *WITH_ROWS_SENT),
     "fixed_cell": ("sender_factor", "order", "waves", "schedule", *WITH_ROWS_SENT),
     "ragged": ("receiver_factor", "agreed", "waves", "schedule", "updates_per_cell", *WITH_ROWS_SENT),
     "rowwise": ("receiver_factor", "agreed", "waves", "schedule", *WITH_ROWS_SENT),
     "ring": ("receiver_factor", "agreed", *WITH_ROWS_SENT),
-    "dense": (),
+    "dense": ("kernels",),
 }
+USED[AUTO] = (*USED["pooled_wave"], "agreed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,11 @@ class EPConfig:
 
     SECTION: ClassVar[str] = "ep"
 
-    transport: str = setting("pooled_wave", doc="how rows reach their experts", choices=TRANSPORTS)
+    transport: str = setting(
+        "pooled_wave",
+        doc="how rows reach their experts; auto = rowwise where GPUs can write into each other, else pooled_wave",
+        choices=(*TRANSPORTS, AUTO),
+    )
     sender_factor: float = setting(
         1.15, above=0.0, doc="sender pool per destination (fixed_cell: per expert), relative to balanced routing"
     )
@@ -68,6 +75,12 @@ class EPConfig:
         unit="shards",
         doc="drop what an ep group of so many shards would drop, on the devices there are; rows are computed where "
         "they are, nothing is sent; 0 = not",
+    )
+
+    kernels: str = setting(
+        "auto",
+        doc="auto: Triton kernels move rows and multiply them by experts on NVIDIA GPUs with jax-triton; xla: never",
+        choices=KERNELS,
     )
 
     @property

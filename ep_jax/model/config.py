@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ep_jax.fields import ConfigError, check, setting
 
-REMAT_POLICIES = ("none", "full", "exchanges")
+REMAT_POLICIES = ("none", "products", "exchanges", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,14 @@ class ModelConfig:
     )
     remat: str = setting(
         "none",
-        doc="what the backward pass recomputes: nothing, all of a block, or all but the exchanged rows",
+        doc="what the backward pass recomputes: nothing; all but matrix products and exchanged rows; all but exchanged "
+        "rows; all of a block",
         choices=REMAT_POLICIES,
+    )
+    scan: bool = setting(
+        True,
+        doc="blocks run in a loop: the program stays small; without it kept activations are not copied in and out of "
+        "stacks of all blocks, for a longer compilation",
     )
     attention: str = setting(
         "auto", doc="attention kernel; auto = cudnn on GPU in bfloat16, else xla", choices=("auto", "xla", "cudnn")

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Names that the protocol gives to what it sends, gets back and plans with; the policy "exchanges" keeps these alone.
 EXCHANGE_NAMES = ("dispatched_rows", "returned_rows", "route_plan")
+# Names of the experts' first products, whose results "products" keeps; the second ones are among the returned rows.
+PRODUCT_NAMES = ("expert_hidden", "expert_middle")
 
 
 class Outputs(NamedTuple):
@@ -187,7 +189,12 @@ def _scan_blocks(blocks, x_bLD, per_layer, batch, valid_in_group, routed_experts
     run_block = remat(run_block, model.remat)
     by_block = (model.num_blocks, model.global_every)
     per_block = jax.tree.map(lambda leaf: leaf.reshape(*by_block, *leaf.shape[1:]), per_layer)
-    x_bLD, reports = lax.scan(lambda x, xs: run_block(x, *xs), x_bLD, (nnx.to_pure_dict(stacked), per_block))
+    x_bLD, reports = lax.scan(
+        lambda x, xs: run_block(x, *xs),
+        x_bLD,
+        (nnx.to_pure_dict(stacked), per_block),
+        unroll=1 if model.scan else model.num_blocks,
+    )
     stats, drops = jax.tree.map(lambda leaf: leaf.reshape(model.num_layers, *leaf.shape[2:]), reports)
     return x_bLD, stats, drops
 
@@ -196,9 +203,23 @@ def remat(block, policy: str):
     """Wraps a block so that its backward pass recomputes what the policy does not keep.
 
     "none" keeps everything, gathered weights included; "full" keeps the input of each block; "exchanges" keeps that
-    and what crossed the network for the routed experts, so that no exchange is repeated.
+    and what crossed the network for the routed experts, so that no exchange is repeated; "products" keeps also the
+    results of matrix products and of cuDNN's attention, so that of these only the scores of plain attention are
+    repeated.
     """
-    if policy == "none":
-        return block
-    kept = jax.checkpoint_policies.save_only_these_names(*EXCHANGE_NAMES) if policy == "exchanges" else None
-    return jax.checkpoint(block, policy=kept, prevent_cse=False)
+    policies = jax.checkpoint_policies
+    keeps = {
+        "full": policies.nothing_saveable,
+        "exchanges": policies.save_only_these_names(*EXCHANGE_NAMES),
+        "products": policies.save_from_both_policies(
+            _saves_products, policies.save_only_these_names(*EXCHANGE_NAMES, *PRODUCT_NAMES)
+        ),
+    }
+    return block if policy == "none" else jax.checkpoint(block, policy=keeps[policy], prevent_cse=False)
+
+
+def _saves_products(primitive, *args, **params):
+    """Products without batch axes, and cuDNN's attention, which is one primitive."""
+    return "dot_product_attention_fwd" in primitive.name or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
+        primitive, *args, **params
+    )

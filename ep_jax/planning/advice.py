@@ -13,6 +13,7 @@ from typing import Any
 
 from ep_jax.config import RunConfig, check_run
 from ep_jax.fields import ConfigError
+from ep_jax.model.config import REMAT_POLICIES
 from ep_jax.planning.hardware import Hardware
 from ep_jax.planning.memory import memory
 from ep_jax.planning.sizes import Sizes
@@ -109,7 +110,7 @@ def _accumulations(config: RunConfig) -> Iterator[int]:
 
 
 def _one_setting(config: RunConfig) -> Iterator[tuple[Change, ...]]:
-    policies = ("none", "exchanges", "full")
+    policies = REMAT_POLICIES
     for policy in policies[policies.index(config.model.remat) + 1 :]:
         yield (("model.remat", policy),)
     for chunk in (16384, 8192, 4096):
@@ -128,7 +129,7 @@ def _one_setting(config: RunConfig) -> Iterator[tuple[Change, ...]]:
 
 
 def _two_settings(config: RunConfig) -> Iterator[tuple[Change, ...]]:
-    for policy in ("exchanges", "full"):
+    for policy in REMAT_POLICIES[1:]:
         if policy != config.model.remat:
             yield from ((("model.remat", policy), ("train.accumulation", n)) for n in _accumulations(config))
 

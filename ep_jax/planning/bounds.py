@@ -4,7 +4,7 @@
     padding    routed FLOPs * (rows that the experts compute on / rows of balanced routing - 1); none where rows are
                grouped without fixed places, as a kernel visits only filled rows
     remat      the layers' forward FLOPs once more (full); the same without the experts' down-projection, whose result
-               was kept (exchanges)
+               was kept (exchanges); those of attention scores where cuDNN does not run (products)
     optimizer  Muon: 5 Newton-Schulz steps of 4*a*a*b + 2*a*a*a a matrix [a, b], a <= b, shared by the GPUs
                that hold it
     links      bytes of `ep_jax.planning.links` of the scheme / rate
@@ -28,7 +28,7 @@ from ep_jax.flops import Flops, flops_per_token
 from ep_jax.optimizer import MUON_KINDS, NEWTON_SCHULZ_STEPS
 from ep_jax.planning.hardware import Hardware
 from ep_jax.planning.links import as_scheme, layer_traffic, tables_traffic
-from ep_jax.planning.memory import ragged_dot, wave_rows
+from ep_jax.planning.memory import ragged_dot, uses_cudnn, wave_rows
 from ep_jax.planning.sizes import Sizes
 
 
@@ -102,6 +102,8 @@ def recomputed(flops: Flops, config: RunConfig) -> float:
     """FLOPs of a token's forward pass that the backward pass repeats."""
     if config.model.remat == "none":
         return 0.0
+    if config.model.remat == "products":
+        return 0.0 if uses_cudnn(config.model) else flops.attention_scores
     results_kept = config.model.remat == "exchanges" and config.ep.transport != "dense"
     return flops.forward - flops.head - (flops.routed_experts / 3 if results_kept else 0)
 

@@ -25,9 +25,10 @@ experts*rows*(H + 3*F)*c more while one wave is worked on (`ragged_dot`). It is 
 Small experts go through `ep/blocks.py` instead: weights and rows of its blocks, twice with their gradients.
 
 Remat keeps: none - all of it and the gathered weights of every layer; full - T*D*c a block; exchanges - that, and of
-each layer what arrived by the two exchanges (received + returned) and the plan's integers. The backward pass of a block
-holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus cotangents as large as the
-largest part of one layer, plus `ragged_dot`.
+each layer what arrived by the two exchanges (received + returned) and the plan's integers; products - that, and the
+results of the dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c. The
+backward pass of a block holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus
+cotangents as large as the largest part of one layer, plus `ragged_dot`.
 
 Peak = state + gradients + the largest of
     backward    kept + working set of a block + its gathered weights + the largest weight gradient, (c + 4) an element
@@ -254,7 +255,21 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
     row_bytes = sizes.config.model.latent_dim * sizes.itemsize
     exchanged = rows.received + (0 if sizes.config.ep.transport == "dense" else rows.returned)
     plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
-    return rows.waves * exchanged * row_bytes + plan * INT32
+    kept = rows.waves * exchanged * row_bytes + plan * INT32
+    return kept + (_products(sizes, rows) if policy == "products" else 0)
+
+
+def _products(sizes: Sizes, rows: WaveRows) -> int:
+    """Bytes of one layer's matrix products whose results the remat policy "products" keeps."""
+    model, router = sizes.config.model, sizes.config.router
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    latent = model.latent_dim + model.model_dim if model.has_latent else 0
+    shared = model.num_shared_experts * 2 * model.shared_hidden_dim + (
+        model.model_dim if model.num_shared_experts else 0
+    )
+    dense = sizes.tokens * (q + 2 * kv + model.model_dim + latent + shared) * sizes.itemsize
+    experts = rows.waves * rows.experts * 2 * model.expert_hidden_dim * sizes.itemsize
+    return dense + sizes.tokens * router.num_experts * FLOAT32 + experts
 
 
 def _kept(sizes: Sizes, kept_layer: int) -> int:

@@ -26,11 +26,11 @@ class Launch:
     load_policy: str = ""
 
 
-# Not timed yet: `tune.py` does. The first of each is the default.
+# The first of each was the fastest on an H200 (benchmarks/kernels_h200_20261130.json) and is the default.
 FORWARD_CANDIDATES = (
+    Launch(tokens=2),
     Launch(),
     Launch(tokens=1),
-    Launch(tokens=2),
     Launch(tokens=8, warps=8),
     Launch(tokens=8, columns=512),
     Launch(tokens=4, columns=512),
@@ -40,19 +40,18 @@ FORWARD_CANDIDATES = (
     Launch(tokens=2, load_policy="evict_first"),
 )
 BACKWARD_CANDIDATES = (
+    Launch(tokens=1, columns=4096, warps=8),
     Launch(tokens=1),
     Launch(tokens=2),
     Launch(tokens=4, columns=512),
     Launch(tokens=4, columns=256),  # a warp for each token: no sums across warps
     Launch(tokens=8, columns=256, warps=8),
     Launch(tokens=1, columns=2048),
-    Launch(tokens=1, columns=4096, warps=8),
     Launch(tokens=1, columns=1024, load_policy="evict_first"),
     Launch(tokens=4, columns=256, load_policy="evict_first"),
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def combine_rows(
     rows_QH: jax.Array, weights_TK: jax.Array, place_TK: jax.Array, assignment_Q: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
@@ -62,13 +61,18 @@ def combine_rows(
     token takes; such rows get a zero gradient. Elements of 2 or 4 bytes, H a multiple of 8; NotImplementedError
     otherwise.
     """
+    return _combine_rows(*call.vary_alike(rows_QH, weights_TK, place_TK, assignment_Q), dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _combine_rows(rows_QH, weights_TK, place_TK, assignment_Q, dtype):
     del assignment_Q
     return weighted_sum(rows_QH, weights_TK, place_TK, dtype)
 
 
 def _combine_rows_forward(rows_QH, weights_TK, place_TK, assignment_Q, dtype):
     residuals = rows_QH, weights_TK, place_TK, assignment_Q
-    return combine_rows(*residuals, dtype), residuals
+    return weighted_sum(rows_QH, weights_TK, place_TK, dtype), residuals
 
 
 def _combine_rows_backward(dtype, residuals, d_out_TH):
@@ -77,7 +81,7 @@ def _combine_rows_backward(dtype, residuals, d_out_TH):
     return d_rows_QH, d_weights_TK.astype(residuals[1].dtype), None, None
 
 
-combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
+_combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
 
 
 def weighted_sum(

@@ -22,7 +22,7 @@ class Launch:
     store_cache: str = ""
 
 
-# Not timed yet: `tune.py` does. The first is the default.
+# The first is within 1 % of the fastest on an H200 (benchmarks/kernels_h200_20261130.json) and is the default.
 CANDIDATES = (
     Launch(),
     Launch(rows=4),
@@ -68,19 +68,23 @@ def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDA
     )
 
 
-@jax.custom_vjp
 def move_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
     """Output row m is input row source_M[m]; dtype and width of the input.
 
     places_NJ is the inverse: the output rows that hold input row n (int32, -1 for none). The gradient of row n is the
     float32 sum of the output gradients at its places, in order of J.
     """
+    return _move_rows(*call.vary_alike(rows_NH, source_M, places_NJ))
+
+
+@jax.custom_vjp
+def _move_rows(rows_NH, source_M, places_NJ):
     del places_NJ
     return gather_rows(rows_NH, source_M)
 
 
 def _move_rows_forward(rows_NH, source_M, places_NJ):
-    return move_rows(rows_NH, source_M, places_NJ), places_NJ
+    return gather_rows(rows_NH, source_M), places_NJ
 
 
 def _move_rows_backward(places_NJ, gradient_MH):
@@ -91,10 +95,10 @@ def _move_rows_backward(places_NJ, gradient_MH):
     return sum_rows(gradient_MH, places_NJ), None, None
 
 
-move_rows.defvjp(_move_rows_forward, _move_rows_backward)
+_move_rows.defvjp(_move_rows_forward, _move_rows_backward)
 
 
-def check_rows(rows_NH: jax.Array) -> None:
+def check_rows(rows_NH: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises NotImplementedError where a row is not made of whole 16-byte accesses of 2- or 4-byte elements."""
     if rows_NH.dtype.itemsize not in (2, 4) or rows_NH.shape[1] % 8:
         raise NotImplementedError(

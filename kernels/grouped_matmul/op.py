@@ -31,12 +31,12 @@ class Launch:
     stages: int = 3
 
 
-# Not timed yet: `tune.py` does. The first is the default.
+# The first was the fastest on an H200 (benchmarks/kernels_h200_20261130.json) and is the default.
 CANDIDATES = (
+    Launch(group=16),
     Launch(),
     Launch(stages=4),
     Launch(group=4),
-    Launch(group=16),
     Launch(block_m=256, block_n=128),
     Launch(block_m=256, block_n=128, stages=4),
     Launch(block_n=128, warps=4),
@@ -49,7 +49,6 @@ CANDIDATES = (
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def grouped_matmul(
     rows_RK: jax.Array,
     weights_eKN: jax.Array,
@@ -63,7 +62,12 @@ def grouped_matmul(
     Rows and weights are bfloat16, float16 or float32 (the last multiplied exactly, not in TF32), of one dtype, widths
     multiples of 8; NotImplementedError otherwise.
     """
-    return product(rows_RK, weights_eKN, groups, launch=forward)
+    return _grouped_matmul(*call.vary_alike(rows_RK, weights_eKN, groups), forward, row_gradient, weight_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _grouped_matmul(rows_RK, weights_eKN, groups, forward, row_gradient, weight_gradient):
+    return _forward(rows_RK, weights_eKN, groups, forward, row_gradient, weight_gradient)[0]
 
 
 def _forward(rows_RK, weights_eKN, groups, forward, row_gradient, weight_gradient):
@@ -79,7 +83,7 @@ def _backward(forward, row_gradient, weight_gradient, residuals, d_out_RN):
     return d_rows_RK, d_weights_eKN, None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_grouped_matmul.defvjp(_forward, _backward)
 
 
 def product(

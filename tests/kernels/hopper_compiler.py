@@ -4,6 +4,7 @@
 replaced by a call that compiles for the shapes it is given, as the real one does, with pointers of 16 bytes alignment.
 """
 
+import functools
 import json
 import re
 import subprocess
@@ -61,7 +62,7 @@ def main():
     from ep_jax_kernels.combine_rows.op import combine_rows
     from ep_jax_kernels.gather_rows.op import gather_rows
     from ep_jax_kernels.grouped_matmul.tiles import ragged_groups
-    from ep_jax_kernels.grouped_mlp.op import grouped_mlp
+    from ep_jax_kernels.grouped_mlp.op import Methods, grouped_mlp
 
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -69,17 +70,22 @@ def main():
     def integers(*sizes):
         return shape(*sizes, dtype=jnp.int32)
 
-    def gradients(rows, weights, place, assignment, x, w_gate_up, w_down, sizes):
+    mlp = functools.partial(grouped_mlp, methods=Methods(warp_specialized=False))
+
+    def gradients(rows, weights, place, assignment, x, w_gate_up, w_down, sizes, row_weights):
         combined, pull = jax.vjp(lambda r, w: combine_rows(r, w, place, assignment, r.dtype), rows, weights)
-        out, pull_mlp = jax.vjp(lambda *given: grouped_mlp(*given, ragged_groups(sizes)), x, w_gate_up, w_down)
-        return pull(combined), pull_mlp(out)
+        out, pull_mlp = jax.vjp(lambda *given: mlp(*given, ragged_groups(sizes)), x, w_gate_up, w_down)
+        *weighted, pull_weighted = jax.vjp(
+            lambda *given: mlp(*given[:3], ragged_groups(sizes), given[3]), x, w_gate_up, w_down, row_weights
+        )
+        return pull(combined), pull_mlp(out), pull_weighted(*weighted)
 
     width = 3080  # a payload row with a header: a multiple of 8 elements, not of any block
     jax.eval_shape(gather_rows, shape(4096, width), integers(8192))
     jax.eval_shape(
         gradients,
         *(shape(8192, width), shape(2048, 4, dtype=jnp.float32), integers(2048, 4), integers(8192)),
-        *(shape(8192, 3072), shape(8, 3072, 6144), shape(8, 3072, 3072), integers(8)),
+        *(shape(8192, 3072), shape(8, 3072, 6144), shape(8, 3072, 3072), integers(8), shape(8192, dtype=jnp.float32)),
     )
 
 

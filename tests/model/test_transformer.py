@@ -138,7 +138,7 @@ def test_counts_and_valid_tokens_add_up():
     np.testing.assert_array_equal(result.drops.valid_in_group[:, 0], np.repeat(groups, 4))
 
 
-@pytest.mark.parametrize("policy", ["full", "exchanges"])
+@pytest.mark.parametrize("policy", ["full", "exchanges", "products"])
 def test_remat_changes_nothing(policy):
     plain, recomputed = run(), run(model=dataclasses.replace(MODEL, remat=policy))
     assert_close(recomputed.losses, plain.losses, 1e-6)

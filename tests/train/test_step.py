@@ -315,8 +315,18 @@ def test_exchanges_of_the_whole_step(remat, waves, per_wave):
     assert text.count("stablehlo.all_to_all") == per_wave * waves
 
 
-def test_keeping_only_what_was_exchanged_changes_no_number(one_device):
-    config = tiny_config(model__remat="exchanges")
+def test_the_policy_products_repeats_attention_alone():
+    count = {
+        remat: traced(tiny_config(model__remat=remat)).lower().as_text().count("dot_general")
+        for remat in ("none", "products", "full")
+    }
+    assert count["products"] == count["none"] + 2  # scores, and scores times values
+    assert count["full"] > count["products"] + 5
+
+
+@pytest.mark.parametrize("remat", ["exchanges", "products"])
+def test_keeping_only_some_results_changes_no_number(one_device, remat):
+    config = tiny_config(model__remat=remat)
     _, metrics = take_steps(config, fresh_state(config), BATCHES)
     np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in one_device[1]], rtol=1e-5)
 

@@ -59,6 +59,16 @@ def test_leaves_a_whole_run_folder(command):
     assert newest_whole(folder / CHECKPOINTS).step == 10
 
 
+def test_tells_what_starting_took(command):
+    startup = summary_of(command[0] / "runs" / "here")["startup"]
+    assert 0 < startup["compiling_s"] < startup["seconds_to_first_step"]
+    assert startup["tracing_s"] > 0
+    assert startup["programs"] >= 2  # the state and the step
+    assert startup["cache_used"]  # JAX_COMPILATION_CACHE_DIR of the tests
+    seconds = r"first step done after \d+s: \d+\.\d s tracing, \d+\.\d s compiling \d+ programs \(cache: \d+ read"
+    assert re.search(seconds, command[1].out), command[1].out
+
+
 def test_rows_have_every_name_and_the_loss_falls(command):
     rows = read_rows(command[0] / "runs" / "here" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 11))

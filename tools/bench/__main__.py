@@ -1,19 +1,23 @@
-"""Benchmarks of one MoE layer and its parts on the devices there are.
+"""Benchmarks of one MoE layer, of its parts, and of a training step, on the devices there are.
 
-    python -m tools.bench layer --shapes A,B,C --routing uniform,skewed --sender 1.03 --receiver 1.03 --out FILE.json
+    python -m tools.bench layer --shapes A,B,C --routing uniform,document --transport stock,pooled_wave --out FILE.json
     python -m tools.bench waves --shapes A --waves 1,2,3,4 --out FILE.json
     python -m tools.bench gemm --shapes A,B,C
     python -m tools.bench collectives --shapes A
+    python -m tools.bench train --config configs/h200.toml --steps 30 --out FILE.json     (its own --help)
+    python -m tools.bench table benchmarks/layer_*.json                                   (its own --help)
 
 Every variant is checked against float32 before it is timed. Times are medians of device times with the 10th and 90th
 percentile; the machine's own rates are measured in the same run, and the ratio to the physical limit stands beside each
-time. --out writes everything with devices, versions and flags. On a machine without GPUs `--shapes toy` runs the logic.
+time. TFLOP/s and GB/s are accepted rows' work on the most loaded device over the whole time; GiB is the peak of the
+forward and backward program, arguments and gradients included. --out writes everything with devices, versions and
+flags. On a machine without GPUs `--shapes toy` runs the logic.
 """
 
 import argparse
-import json
 import sys
 import time
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +25,20 @@ from typing import Any
 from ep_jax import exits, xla_flags
 from ep_jax.cli import CommandParser
 from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES, TRANSPORTS, EPConfig
-from ep_jax.fields import ConfigError
-from tools.bench.shapes import ROUTINGS, SHAPES, shape_of
+from ep_jax.fields import ConfigError, convert_text
+from tools.bench import stock, table, train
+from tools.bench.layers import layers, settings_of
+from tools.bench.results import write_results
+from tools.bench.shapes import ROUTINGS, SHAPES, TRACE, check_routing, shape_of
 
 COMMANDS = ("layer", "waves", "gemm", "collectives")
-HEADER = (
-    f"{'shape':<6}{'routing':<10}{'variant':<44}{'forward ms':>20}{'fwd+bwd ms':>20}{'limit':>7}{'ratio':>7}"
-    f"{'drop %':>8}{'GiB':>7}"
-)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one benchmark; returns the exit code."""
+    others = {"train": train.main, "table": table.main}
+    if argv and argv[0] in others:
+        return others[argv[0]](argv[1:])
     arguments = parse(argv)
     platform = xla_flags.default_platform()
     preset = "cpu" if platform == "cpu" else "gpu_ragged" if "ragged" in arguments.transport else "gpu"
@@ -40,8 +46,6 @@ def main(argv: Sequence[str]) -> int:
 
     import jax
     from jax.sharding import AxisType
-
-    from ep_jax.profiling import device_description
 
     devices = jax.devices()[: arguments.devices] if arguments.devices else jax.devices()
     if arguments.devices and len(devices) < arguments.devices:
@@ -51,10 +55,7 @@ def main(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     results = list({"gemm": gemm, "collectives": collectives}.get(arguments.command, layers)(arguments, mesh))
     if arguments.out:
-        description = device_description() | {"added_flags": flags, "used_devices": len(devices)}
-        content = {"command": ["python", "-m", "tools.bench", *argv], "devices": description, "results": results}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        write_results(arguments.out, argv, results, flags, len(devices))
     print(f"{len(results)} results in {time.perf_counter() - began:.0f} s")
     return exits.DONE if all("failed" not in result for result in results) else exits.MEMBERS_FAILED
 
@@ -66,8 +67,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--shapes", default="A,B,C", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--routing", default="uniform", help=f"of {', '.join(ROUTINGS)}")
-    transports = f"of {', '.join(TRANSPORTS)}; with ragged among them all run under the XLA flags of ragged"
+    parser.add_argument("--routing", default="uniform", help=f"of {', '.join(ROUTINGS)}, {TRACE}PATH[:LAYER]")
+    transports = f"of {', '.join((stock.NAME, *TRANSPORTS))}; with ragged all run under the XLA flags of ragged"
     parser.add_argument("--transport", default="pooled_wave", help=transports)
     parser.add_argument("--sender", default="1.03", help="sender factors")
     parser.add_argument("--receiver", default="1.03", help="receiver factors")
@@ -76,8 +77,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--agreed", default="round_robin", choices=AGREEMENTS)
     parser.add_argument("--updates", type=int, default=1, help="ep.updates_per_cell of ragged")
     parser.add_argument("--waves", default="1", help="numbers of waves; `waves` runs each sequential and overlapped")
+    parser.add_argument(
+        "--ep", action="append", default=[], metavar="NAME=VALUES", help="any setting of ep, e.g. --ep kernels=auto,xla"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--iterations", type=int, default=20, help=f"timed calls; of stock {stock.ITERATIONS} at most")
     parser.add_argument("--devices", type=int, default=None, help="of those there are; virtual ones on CPU")
     parser.add_argument("--out", type=Path, default=None, help="JSON file of all results")
     parser.add_argument("--kernels", type=int, default=0, help="print so many of the longest kernels of each variant")
@@ -89,95 +93,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise
         except ValueError as error:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: expected numbers separated by commas") from error
-    arguments.routing, arguments.transport = arguments.routing.split(","), arguments.transport.split(",")
+    arguments.routing = [check_routing(kind) for kind in arguments.routing.split(",")]
+    arguments.transport = arguments.transport.split(",")
+    arguments.ep = [_values(text) for text in arguments.ep]
+    if arguments.iterations < 1:
+        raise ConfigError(f"--iterations {arguments.iterations}: allowed is at least 1")
+    list(settings_of(arguments))  # refuses what a setting does not allow
     return arguments
 
 
-def variants(arguments: argparse.Namespace) -> Iterator[EPConfig]:
-    """The settings to run, in order; factors that a transport does not use are not repeated."""
-    seen = set()
-    for transport in arguments.transport:
-        for sender in arguments.sender:
-            for receiver in arguments.receiver:
-                for waves in arguments.waves:
-                    both = arguments.command == "waves" and waves > 1
-                    for schedule in ("sequential", "overlapped") if both else ("sequential",):
-                        settings = EPConfig(
-                            transport=transport,
-                            sender_factor=sender,
-                            receiver_factor=receiver,
-                            order=arguments.order,
-                            receive=arguments.receive,
-                            agreed=arguments.agreed,
-                            updates_per_cell=arguments.updates,
-                            waves=waves,
-                            schedule=schedule,
-                        )
-                        key = (transport, *(getattr(settings, name) for name in settings.used))
-                        if key not in seen:
-                            seen.add(key)
-                            yield settings
-
-
-def layers(arguments: argparse.Namespace, mesh: Any) -> Iterator[dict[str, Any]]:
-    """Every variant on every shape and routing, one row each."""
-    import jax.numpy as jnp
-
-    from tools.bench.ceilings import ceilings, matmul_times
-    from tools.bench.layer import limit_ms, make_problem, run_layer
-
-    dtype = jnp.dtype(arguments.dtype)
-    for shape in arguments.shapes:
-        rates = ceilings(shape, mesh, dtype, arguments.iterations)
-        print(f"\n{shape.name}: ceilings {rates.as_json()}\n{HEADER}", flush=True)
-        split_ms = {}
-        if arguments.command == "waves":  # what smaller matrix products cost on their own
-            for waves in arguments.waves:
-                _, both = matmul_times(shape, mesh.size, dtype, arguments.iterations, parts=waves)
-                split_ms[waves] = both.median
-        for kind in arguments.routing:
-            problem = make_problem(shape, mesh, kind, dtype)
-            for settings in variants(arguments):
-                row: dict[str, Any] = {"shape": shape.name, "routing": kind, "variant": label(settings)}
-                try:
-                    result = run_layer(problem, settings, arguments.iterations)
-                except (ArithmeticError, RuntimeError, ValueError) as error:
-                    row |= {"failed": " ".join(str(error).split())[:500]}
-                    print(f"{shape.name:<6}{kind:<10}{row['variant']:<44} failed: {row['failed'][:200]}", flush=True)
-                    yield row
-                    continue
-                limits = {way: limit_ms(result, problem, rates, backward=way == "both") for way in ("forward", "both")}
-                row |= result.as_json() | {"ceilings": rates.as_json(), "limit_ms": limits}
-                if split_ms and settings.transport in ("pooled_wave", "fixed_cell"):  # others' waves are of experts
-                    row["matmuls_alone_ms"] = split_ms[settings.waves]
-                print(table_row(row), flush=True)
-                for name, ms in list(result.both.kernels_ms.items())[: arguments.kernels]:
-                    print(f"{ms:12.3f} ms {name[:120]}")
-                row["kernels_ms"] = {n[:120]: round(ms, 4) for n, ms in list(result.both.kernels_ms.items())[:40]}
-                yield row
-
-
-def label(settings: EPConfig) -> str:
-    """The variant in a few words."""
-    parts = [settings.transport]
-    names = {"sender_factor": "s", "receiver_factor": "r"}
-    parts += [f"{names[name]}{getattr(settings, name):g}" for name in settings.used if name in names]
-    if settings.waves > 1:
-        parts.append(f"{settings.waves} waves {settings.schedule}")
-    if settings.transport == "ragged":
-        parts.append(f"{settings.agreed}, {settings.updates_per_cell} updates")
-    return " ".join(parts)
-
-
-def table_row(row: dict[str, Any]) -> str:
-    def spread(times):
-        return f"{times['median_ms']:9.2f} ({times['p10_ms']:.2f}-{times['p90_ms']:.2f})"
-
-    both, limit = row["forward_backward"], row["limit_ms"]["both"]
-    return (
-        f"{row['shape']:<6}{row['routing']:<10}{row['variant']:<44}{spread(row['forward']):>20}{spread(both):>20}"
-        f"{limit:7.2f}{both['median_ms'] / limit:7.2f}{100 * row['drop_rate']:8.3f}{row['temporary_gib']:7.2f}"
-    )
+def _values(text: str) -> tuple[str, list[Any]]:
+    """("kernels", ["auto", "xla"]) of "kernels=auto,xla"."""
+    name, equals, values = text.partition("=")
+    hints = typing.get_type_hints(EPConfig)
+    if not equals or name not in {field for field in hints if field not in ("SECTION", "transport")}:
+        raise ConfigError(f"--ep {text}: expected NAME=VALUES with a setting of ep, e.g. kernels=auto,xla")
+    return name, [convert_text(value, hints[name]) for value in values.split(",")]
 
 
 def gemm(arguments: argparse.Namespace, mesh: Any) -> Iterator[dict[str, Any]]:

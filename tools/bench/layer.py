@@ -7,6 +7,7 @@ gradients of rows, combine weights and both expert weights.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ep_jax.ep import EPConfig, routed_experts_local
 from ep_jax.ep.drops import DROPPED_BY_RECEIVER, DROPPED_BY_SENDER, KEPT
 from tools.bench.ceilings import Ceilings
+from tools.bench.check import check
 from tools.bench.shapes import Shape, routing
 from tools.bench.timing import Times, measure
 
-CHECKED_TOKENS = 32
-TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5}
+# (rows [T,H], ids [T,K], weights [T,K], w_in [e,H,2F], w_out [e,F,H]) of a shard -> (out [T,H], fates int8 [T,K])
+LocalLayer = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +47,49 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
+class Memory:
+    """What XLA allots to one compiled program, bytes of one device."""
+
+    arguments: int
+    outputs: int
+    temporary: int
+    aliased: int  # counted in arguments and in outputs, but there once
+
+    @property
+    def peak(self) -> int:
+        """The whole program's; comparable with the peak of a caching allocator that holds inputs and gradients too."""
+        return self.arguments + self.outputs + self.temporary - self.aliased
+
+    def as_json(self) -> dict[str, float]:
+        parts = dataclasses.asdict(self) | {"peak": self.peak}
+        return {f"{name}_gib": round(size / 2**30, 5) for name, size in parts.items() if name != "aliased"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the most loaded device did, which decides how long all take: accepted rows only, padding not counted."""
+
+    flops: float
+    off_device_bytes: float  # that leave it, in all exchanges together
+
+    def rates(self, ms: float) -> dict[str, float]:
+        """Achieved over the whole time of the layer, not over the part of it that multiplies or sends."""
+        return {
+            "tflops": round(self.flops / ms / 1e9, 1),
+            "off_device_gb_per_s": round(self.off_device_bytes / ms / 1e6, 1),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What one variant of a layer did."""
 
-    settings: EPConfig
     forward: Times
     both: Times
     fates: np.ndarray  # int8 [S*T, K]
     error: float  # relative error of the checked tokens' outputs
-    gradient_error: float  # the same of their gradients
-    temporary_bytes: int  # of the compiled forward and backward pass, a device
+    gradient_error: float  # the largest one of the gradients of their rows and weights, and of the checked experts'
+    memory: Memory  # of the compiled forward and backward pass
 
     @property
     def dropped(self) -> float:
@@ -62,7 +97,6 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "settings": {name: getattr(self.settings, name) for name in ("transport", *self.settings.used)},
             "forward": self.forward.as_json(),
             "forward_backward": self.both.as_json(),
             "drop_rate": self.dropped,
@@ -70,8 +104,7 @@ class Result:
             "drop_rate_receiver": float((self.fates == DROPPED_BY_RECEIVER).mean()),
             "relative_error": self.error,
             "relative_error_of_gradients": self.gradient_error,
-            "temporary_gib": round(self.temporary_bytes / 2**30, 3),
-        }
+        } | self.memory.as_json()
 
 
 def make_problem(shape: Shape, mesh: Mesh, kind: str, dtype: jnp.dtype, seed: int = 0) -> Problem:
@@ -98,18 +131,22 @@ def make_problem(shape: Shape, mesh: Mesh, kind: str, dtype: jnp.dtype, seed: in
     )
 
 
-def compile_layer(problem: Problem, settings: EPConfig) -> tuple[Any, Any]:
-    """Compiled (rows, weights, w_in, w_out, ids) -> (out, fates), and (..., ids, d_out) -> the four gradients."""
-    split = PartitionSpec("ep")
-    length = problem.shape.sequence_length
+def protocol_layer(settings: EPConfig, sequence_length: int) -> LocalLayer:
+    """The library's layer under these settings; every token is valid."""
 
     def local(rows, ids, weights, w_in, w_out):
         valid = lax.pcast(jnp.ones(rows.shape[0], bool), "ep", to="varying")
         out, drops = routed_experts_local(
-            rows, ids, weights, valid, w_in, w_out, sequence_length=length, settings=settings
+            rows, ids, weights, valid, w_in, w_out, sequence_length=sequence_length, settings=settings
         )
         return out, drops.fate_TK
 
+    return local
+
+
+def compile_layer(problem: Problem, local: LocalLayer) -> tuple[Any, Any]:
+    """Compiled (rows, weights, w_in, w_out, ids) -> (out, fates), and (..., d_out) -> (the four gradients, out)."""
+    split = PartitionSpec("ep")
     over_mesh = jax.shard_map(local, mesh=problem.mesh, in_specs=(split,) * 5, out_specs=(split, split))
 
     def forward(rows, weights, w_in, w_out, ids):
@@ -117,83 +154,52 @@ def compile_layer(problem: Problem, settings: EPConfig) -> tuple[Any, Any]:
 
     def loss(rows, weights, w_in, w_out, ids, d_out):
         out, _ = over_mesh(rows, ids, weights, w_in, w_out)
-        return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32))
+        return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32)), out
 
-    # Routes are arguments, not constants: XLA would compute at compile time what depends on constants alone.
-    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*problem.inputs, problem.ids_TK, problem.d_out_TH)
+    # Routes are arguments, not constants: XLA would compute at compile time what depends on constants alone. The output
+    # is asked for beside the gradients: a transport whose gradients do not need it would skip half its forward pass.
+    both = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+    gradients = both.lower(*problem.inputs, problem.ids_TK, problem.d_out_TH)
     return jax.jit(forward).lower(*problem.inputs, problem.ids_TK).compile(), gradients.compile()
 
 
-def run_layer(problem: Problem, settings: EPConfig, iterations: int) -> Result:
+def run_layer(problem: Problem, local: LocalLayer, iterations: int) -> Result:
     """Checks and times one variant. Raises ArithmeticError when its values are wrong."""
-    forward, gradients = compile_layer(problem, settings)
+    forward, gradients = compile_layer(problem, local)
     forward_arguments = (*problem.inputs, problem.ids_TK)
     out, fates = forward(*forward_arguments)
-    d_rows, d_weights, *_ = gradients(*forward_arguments, problem.d_out_TH)
-    error, gradient_error = check(problem, np.asarray(fates), out, d_rows, d_weights)
-    memory = gradients.memory_analysis()
+    found, _ = gradients(*forward_arguments, problem.d_out_TH)
+    error, gradient_error = check(problem, np.asarray(fates), out, found)
     return Result(
-        settings,
         forward=measure(forward, *forward_arguments, iterations=iterations),
         both=measure(gradients, *forward_arguments, problem.d_out_TH, iterations=iterations),
         fates=np.asarray(fates),
         error=error,
         gradient_error=gradient_error,
-        temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+        memory=memory_of(gradients),
     )
 
 
-def check(problem: Problem, fates: np.ndarray, out: Any, d_rows: Any, d_weights: Any) -> tuple[float, float]:
-    """Relative errors of some tokens' outputs and of their gradients, against a float32 layer that drops alike.
-
-    The second is the larger one of row and combine weight gradients. Raises ArithmeticError when one is too large.
-    """
-    tokens = np.random.default_rng(0).choice(len(fates), CHECKED_TOKENS, replace=False)
-    names = ("output", "gradient of rows", "gradient of combine weights")
-    given = [np.asarray(x[tokens], np.float32) for x in (problem.rows_TH, problem.weights_TK, problem.d_out_TH)]
-    wanted = _reference(
-        *given, np.asarray(problem.ids_TK)[tokens], fates[tokens] == KEPT, problem.w_in_EH2F, problem.w_out_EFH
-    )
-    errors = {}
-    for name, got, want in zip(names, (out, d_rows, d_weights), wanted, strict=True):
-        want = np.asarray(want)
-        errors[name] = float(np.linalg.norm(np.asarray(got[tokens], np.float32) - want) / np.linalg.norm(want))
-    allowed = TOLERANCE[problem.rows_TH.dtype.name]
-    for name, error in errors.items():
-        if not error <= allowed:
-            raise ArithmeticError(f"{name}: relative error {error:.1e}, allowed {allowed:.0e}")
-    return errors["output"], max(list(errors.values())[1:])
+def memory_of(compiled: Any) -> Memory:
+    """XLA's account of a compiled program; zeros where the backend gives none."""
+    found = compiled.memory_analysis()
+    names = ("argument", "output", "temp", "alias")
+    return Memory(*(getattr(found, f"{name}_size_in_bytes") if found else 0 for name in names))
 
 
-@jax.jit
-def _reference(rows_tH, weights_tK, d_out_tH, ids_tK, kept_tK, w_in_EH2F, w_out_EFH):
-    """Outputs, row gradients and weight gradients of t tokens in float32, one expert after the other."""
-
-    def one_expert(x_H, expert):
-        w_in, w_out = (w[expert].astype(jnp.float32) for w in (w_in_EH2F, w_out_EFH))
-        gate, up = jnp.split(jnp.matmul(x_H, w_in, precision="highest"), 2)
-        return jnp.matmul(jax.nn.silu(gate) * up, w_out, precision="highest")
-
-    def token(x_H, weight_K, id_K, keep_K):
-        results_KH = lax.map(lambda expert: one_expert(x_H, expert), id_K)
-        return jnp.sum(jnp.where(keep_K, weight_K, 0)[:, None] * results_KH, axis=0)
-
-    def with_gradients(arguments):
-        x_H, weight_K, d_out_H, id_K, keep_K = arguments
-        out, pull = jax.vjp(lambda x, weight: token(x, weight, id_K, keep_K), x_H, weight_K)
-        return out, *pull(d_out_H)
-
-    return lax.map(with_gradients, (rows_tH, weights_tK, d_out_tH, ids_tK, kept_tK))
-
-
-def limit_ms(result: Result, problem: Problem, rates: Ceilings, *, backward: bool) -> float:
-    """The physical limit of what this result did: FLOPs of its accepted rows, bytes of those that leave a device."""
+def work_of(result: Result, problem: Problem, *, backward: bool) -> Work:
+    """FLOPs of accepted rows, and bytes of those that leave a device, on the most loaded device."""
     shards, shape = problem.mesh.size, problem.shape
     kept = result.fates == KEPT
     destination = np.asarray(problem.ids_TK) // (shape.num_experts(shards) // shards)
     source = np.repeat(np.arange(shards), shape.tokens)[:, None]
-    load = int(np.bincount(destination[kept], minlength=shards).max())  # the most loaded device decides
-    off = (kept & (destination != source)).sum(axis=1).reshape(shards, -1).sum(axis=1).max()
+    load = int(np.bincount(destination[kept], minlength=shards).max())
+    off = int((kept & (destination != source)).sum(axis=1).reshape(shards, -1).sum(axis=1).max())
     legs = 4 if backward else 2
     moved = off * legs * shape.width * problem.rows_TH.dtype.itemsize
-    return rates.limit_ms(shape.flops(load, backward=backward), moved, backward=backward)
+    return Work(shape.flops(load, backward=backward), moved)
+
+
+def limit_ms(work: Work, rates: Ceilings, *, backward: bool) -> float:
+    """The physical limit of this work: its FLOPs at the matmul rate plus its bytes at the link rate."""
+    return rates.limit_ms(work.flops, work.off_device_bytes, backward=backward)

@@ -1,0 +1,69 @@
+"""Which code computes an operation: a GPU kernel where it runs, else XLA.
+
+The kernels (folder kernels/, installed as `ep_jax_kernels`) need an NVIDIA GPU and jax-triton. Where both are there,
+`ep.kernels = "auto"` takes them. A kernel refuses what it does not do with NotImplementedError; only that falls through
+to XLA, and is logged once.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+_wanted: ContextVar[str] = ContextVar("kernels", default="auto")
+
+
+@contextlib.contextmanager
+def using(kernels: str) -> Iterator[None]:
+    """What is traced inside uses `kernels`, "auto" or "xla", and so do its derivatives, whenever they are traced."""
+    token = _wanted.set(kernels)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def chosen() -> str:
+    """ "triton" or "xla", for what is traced now."""
+    return "triton" if _wanted.get() == "auto" and not why_no_kernels() else "xla"
+
+
+def why_no_kernels() -> str:
+    """Why the GPU kernels cannot be used here; empty where they can."""
+    if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind:
+        return f"they are for NVIDIA GPUs, this is {jax.devices()[0].device_kind}"
+    return _missing_package()
+
+
+@functools.cache
+def _missing_package() -> str:
+    missing = [name for name in ("ep_jax_kernels", "jax_triton") if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed (pip install 'ep-jax[cuda]')" if missing else ""
+
+
+def first(operation: str, implementation: str, kernel: Callable[[], Any], plain: Callable[[], Any]) -> Any:
+    """kernel() where `implementation` is "triton" and the kernel takes these arguments, else plain()."""
+    if implementation == "triton":
+        try:
+            return kernel()
+        except NotImplementedError as refusal:
+            _log_once(f"{operation} by XLA: {refusal}")
+    return plain()
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logging.getLogger("ep_jax").warning(message)
+
+
+def describe(kernels: str) -> str:
+    """For the start of a run: which code computes rows and experts, and why."""
+    if kernels == "xla":
+        return "XLA (ep.kernels = 'xla')"
+    reason = why_no_kernels()
+    return f"XLA; {reason}" if reason else "Triton kernels where they apply, else XLA"

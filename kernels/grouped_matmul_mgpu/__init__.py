@@ -1,0 +1,1 @@
+"""Grouped matrix products on rows for Hopper, in Pallas Mosaic GPU."""

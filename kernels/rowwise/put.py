@@ -1,0 +1,181 @@
+"""PUT: every token's row is read once and stored at its K places in the peers' buffers.
+
+Letters: S shards, T tokens of a shard, K choices, N rows of a shard's buffer, H row width.
+
+A worker (a warpgroup; several may share a block) walks over its tokens with a ring of rows in shared memory: bulk
+loads run `ahead` tokens before the stores, and a slot is loaded again once the stores that read from it are done
+reading. Loads and stores are bulk copies of a whole row; the K stores of a token share one load.
+
+On 2 H200, all rows correct: 360 GB/s off each GPU at the shapes A, B and C of tools.bench (0.559 ms at A), the same
+with 128 to 528 blocks and rings of 4 to 32 rows: what the link gives to kernels. 64 blocks 344, 32 blocks 295 GB/s.
+
+Not run on a GPU yet, and off by default:
+
+* `direct`: the engine that does bulk copies takes them in order and stores over the link may hold it up, so rows for
+  the GPU's own buffer are left to the threads. Meant for few blocks, as are several warpgroups.
+* `fan_out`: a token whose choices meet again on one peer crosses the link once. It is stored at the first of its rows
+  there; when all shards are done, each copies such rows within its own buffer to the others. The result is the same
+  to the bit. With 2 shards and 8 choices that is a quarter of the bytes, with 8 shards two thirds, with 64 nearly all
+  of them, where the copying would not be worth it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .exchange import MOST_SLOTS, Peers, find_place, launch_kernel, row_layout, share_of, slots_that_fit
+
+
+@dataclasses.dataclass(frozen=True)
+class PutLaunch:
+    """How a PUT runs: blocks, warpgroups of a block, rows in each ring, loads that run before the stores."""
+
+    blocks: int = 132
+    groups: int = 1
+    slots: int = 16
+    ahead: int = 4
+    direct: bool = False  # threads, not bulk copies, store to the GPU's own buffer
+    fan_out: bool = False  # a row crosses to a peer once; at most FAN_OUT_BLOCKS blocks
+
+
+# All blocks wait for the peers between the phases, so all must be on the GPU together, with room left for NCCL's own.
+FAN_OUT_BLOCKS = 96
+RUN = 32  # rows that a worker copies in a row: their sources are one cache line
+
+
+def put_rows(rows_TH: jax.Array, place_TK: jax.Array, num_rows: int, axis: str, launch: PutLaunch) -> jax.Array:
+    """[N,H] of this shard: every shard's row t lies at each of its places, a place being peer * N + row or -1."""
+    (tokens, width), choices = rows_TH.shape, place_TK.shape[1]
+    slots = slots_that_fit(
+        min(launch.slots, MOST_SLOTS // launch.groups), launch.groups * width * rows_TH.dtype.itemsize
+    )
+    shards = lax.axis_size(axis)
+    fan_out = launch.fan_out and shards > 1 and choices > 1
+    blocks = min(launch.blocks, FAN_OUT_BLOCKS) if fan_out else launch.blocks
+    body = functools.partial(
+        put_kernel,
+        peers=Peers(axis, shards),
+        tokens=tokens,
+        choices=choices,
+        num_rows=num_rows,
+        blocks=blocks,
+        ahead=min(launch.ahead, slots),
+        direct=launch.direct,
+    )
+    maps = fan_out_maps(place_TK, num_rows, axis) if fan_out else (place_TK,)
+    return launch_kernel(
+        "rowwise_put",
+        body,
+        rows_TH,
+        *(places.reshape(-1) for places in maps),
+        out=((num_rows, width), rows_TH.dtype),
+        blocks=blocks,
+        groups=launch.groups,
+        scratch=[
+            plgpu.SMEM((launch.groups, slots, width), rows_TH.dtype),
+            plgpu.Barrier(num_barriers=launch.groups * slots),
+        ],
+    )
+
+
+def fan_out_maps(place_TK: jax.Array, num_rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
+    """(places [T,K] to send to, -1 where the peer copies; [N] the row of my buffer to copy from, -1 for none)."""
+    me, (tokens, choices) = lax.axis_index(axis), place_TK.shape
+    place_AK = lax.all_gather(place_TK, axis, tiled=True)
+    peer_AK = jnp.where(place_AK < 0, -1, place_AK // num_rows)
+    first_AK = jnp.stack([jnp.argmax(peer_AK == peer_AK[:, choice, None], axis=1) for choice in range(choices)], axis=1)
+    repeated_AK = (first_AK < jnp.arange(choices, dtype=first_AK.dtype)[None]) & (place_AK >= 0)
+    source_A1 = jnp.arange(place_AK.shape[0], dtype=jnp.int32)[:, None] // tokens
+    copied_AK = repeated_AK & (peer_AK != source_A1)  # a source stores all rows of its own buffer itself
+    send_TK = jnp.where(lax.dynamic_slice_in_dim(copied_AK, me * tokens, tokens), -1, place_TK)
+    row_AK = jnp.where(copied_AK & (peer_AK == me), place_AK - me * num_rows, num_rows)
+    from_AK = jnp.take_along_axis(place_AK, first_AK, axis=1) - me * num_rows
+    copy_N = jnp.full((num_rows,), -1, jnp.int32).at[row_AK.reshape(-1)].set(from_AK.reshape(-1), mode="drop")
+    return send_TK, copy_N
+
+
+def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, blocks, ahead, direct) -> None:
+    """Refs: rows [T,H], places [T*K], maybe copies [N], out [N,H]; ring [groups,slots,H], loaded [groups*slots]."""
+    *copies, out, ring, loaded = refs
+    (groups, slots, width), group = ring.shape, lax.axis_index("group")
+    worker, workers = lax.axis_index("blocks") * groups + group, blocks * groups
+    share = share_of(worker, workers, tokens)
+
+    def load(source, slot):
+        plgpu.copy_gmem_to_smem(
+            source, ring.at[group, slot], loaded.at[group * slots + slot], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        )
+
+    def walk(count, load_turn, store_turn):
+        """Turns of a ring: loads run `ahead` turns before stores."""
+        for turn in range(ahead):
+            pl.when(turn < count)(functools.partial(load_turn, jnp.int32(turn), turn))
+
+        @pl.loop(0, count)
+        def _(turn):
+            store_turn(turn, lax.rem(turn, slots))
+            plgpu.commit_smem_to_gmem_group()  # one group a turn, so that groups count turns
+            if direct:
+                plgpu.commit_smem()  # the slot has been read by all threads before a bulk copy writes it again
+
+            @pl.when(turn + ahead < count)
+            def _():
+                # Its slot was read by the stores of `slots` turns before; of the groups since, any may be outstanding.
+                plgpu.wait_smem_to_gmem(slots - ahead, wait_read_only=True)
+                load_turn(turn + ahead, lax.rem(turn + ahead, slots))
+
+        plgpu.wait_smem_to_gmem(0)  # complete, not only read
+
+    def store(slot, place):
+        peer, row = find_place(place, num_rows)
+
+        def by_bulk_copy():
+            plgpu.copy_smem_to_gmem(ring.at[group, slot], peers.array_of(out, peer).at[row], commit_group=False)
+
+        def by_threads():
+            peers.mine(out)[row] = plgpu.load(ring.at[group, slot], layout=row_layout(width, ring.dtype))
+
+        if not direct:
+            return by_bulk_copy()
+        pl.when(peer != peers.here())(by_bulk_copy)
+        pl.when(peer == peers.here())(by_threads)
+
+    def load_token(turn, slot):
+        load(rows.at[share.first + turn], slot)
+
+    def store_token(turn, slot):
+        plgpu.barrier_wait(loaded.at[group * slots + slot])
+        for choice in range(choices):
+            place = places[(share.first + turn) * choices + choice]
+            pl.when(place >= 0)(functools.partial(store, slot, place))
+
+    walk(share.count, load_token, store_token)
+    peers.meet(worker, workers, everybody=bool(copies))
+    if not copies:
+        return
+
+    def row_and_source(turn):
+        """The turn's row of my buffer and where its copy lies, -1 when it needs none."""
+        row = (lax.div(turn, RUN) * workers + worker) * RUN + lax.rem(turn, RUN)
+        return row, jnp.where(row < num_rows, copies[0][jnp.minimum(row, num_rows - 1)], -1)
+
+    def load_copy(turn, slot):
+        _, source = row_and_source(turn)
+        pl.when(source >= 0)(lambda: load(peers.mine(out).at[source], slot))
+
+    def store_copy(turn, slot):
+        row, source = row_and_source(turn)
+
+        @pl.when(source >= 0)
+        def _():
+            plgpu.barrier_wait(loaded.at[group * slots + slot])
+            plgpu.copy_smem_to_gmem(ring.at[group, slot], peers.mine(out).at[row], commit_group=False)
+
+    runs = -(-num_rows // RUN)
+    walk(lax.div(jnp.maximum(runs - worker + workers - 1, 0), workers) * RUN, load_copy, store_copy)

@@ -1,0 +1,1 @@
+"""SwiGLU on rows that are grouped by expert."""
