@@ -1,4 +1,4 @@
-"""Which code computes an operation: only NotImplementedError falls through, logged once, and a choice outlives its block."""
+"""Kernel or XLA: only NotImplementedError falls through, logged once, and a choice outlives its block."""
 
 import jax
 import jax.numpy as jnp

@@ -53,9 +53,11 @@ def main(argv: Sequence[str]) -> int:
     mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(AxisType.Auto,), devices=devices)
     print(f"{len(devices)} x {devices[0].device_kind}, flags: {' '.join(flags) or 'none added'}", flush=True)
     began = time.perf_counter()
-    results = list({"gemm": gemm, "collectives": collectives}.get(arguments.command, layers)(arguments, mesh))
-    if arguments.out:
-        write_results(arguments.out, argv, results, flags, len(devices))
+    results = []
+    for result in {"gemm": gemm, "collectives": collectives}.get(arguments.command, layers)(arguments, mesh):
+        results.append(result)
+        if arguments.out:  # as they come: a run that is stopped keeps them
+            write_results(arguments.out, argv, results, flags, len(devices))
     print(f"{len(results)} results in {time.perf_counter() - began:.0f} s")
     return exits.DONE if all("failed" not in result for result in results) else exits.MEMBERS_FAILED
 

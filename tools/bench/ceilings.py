@@ -2,8 +2,7 @@
 
 matmul: the experts' three products, forward and backward, as batched matrix products on balanced rows, in one program;
 the kernels of the products alone. link: bytes that leave a GPU per second in one all-to-all of the layer's size, as
-its kernel runs. copy: bytes read plus written
-per second by the fastest of several plain copies.
+its kernel runs. copy: bytes read plus written per second by the fastest of several plain copies.
 """
 
 import dataclasses
