@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +19,7 @@ _wanted: ContextVar[str] = ContextVar("kernels", default="auto")
 
 
 @contextlib.contextmanager
-def using(kernels: str) -> Iterator[None]:
+def using(kernels: str) -> Generator[None]:
     """What is traced inside uses `kernels`, "auto" or "xla", and so do its derivatives, whenever they are traced."""
     token = _wanted.set(kernels)
     try:
