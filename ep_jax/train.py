@@ -50,14 +50,7 @@ def train(config: RunConfig, termination: TerminationRequest, watch: CompileWatc
     config, mesh, say = runtime.config, runtime.mesh, runtime.say
     check_packages(config.log)
     dataset = open_dataset(config.data, vocab_size=config.model.vocab_size)
-    stream = BatchStream(
-        dataset.train,
-        seed=config.train.seed,
-        sequences_per_step=config.train.sequences_per_step,
-        accumulation=config.train.accumulation,
-        mesh=mesh,
-        prefetch=config.data.prefetch,
-    )
+    stream = BatchStream.of_run(config, dataset.train, mesh)
     introduce(runtime, dataset.describe())
 
     # 3. Where to start: a new state, or a checkpoint's.

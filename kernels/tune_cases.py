@@ -219,10 +219,10 @@ def edge_cases(kinds: Sequence[str]) -> Iterator[Case]:
             yield from product_cases(f"edges {layout}", groups, num_rows, EDGE_WIDTHS)
 
 
-def routed_groups(shape: Shape) -> tuple[Groups, int]:
-    """(groups, rows of the buffer) of one GPU, routed uniformly."""
+def routed_groups(shape: Shape, kind: str = "uniform") -> tuple[Groups, int]:
+    """(contiguous groups, rows of the buffer) of the first GPU."""
     experts = shape.num_experts(SHARDS) // SHARDS
-    ids, _ = routing("uniform", shape, SHARDS)
+    ids, _ = routing(kind, shape, SHARDS)
     sizes = np.bincount(ids.ravel(), minlength=SHARDS * experts)[:experts].astype(np.int32)
     return ragged_groups(jnp.asarray(sizes)), max(buffer_rows(shape), int(sizes.sum()))
 

@@ -7,7 +7,7 @@ position of a run is its next step and nothing else. Rows come from `sequences.p
 
 import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,6 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ep_jax.data.sequences import Batch, Sequences, rows_at
 from ep_jax.fields import ConfigError
 from ep_jax.mesh import BATCH_AXES
+
+if TYPE_CHECKING:
+    from ep_jax.config import RunConfig
 
 EVALUATION_SEED = 0  # one fixed shuffle, so that the first rows are a fair sample of the held-out half
 HELD_OUT_ORDERS = ("shuffled", "document")
@@ -99,6 +102,18 @@ class BatchStream:
         self.sequences, self.seed, self.prefetch = sequences, seed, prefetch
         self.sequences_per_step = sequences_per_step
         check_same_everywhere(sequences)
+
+    @classmethod
+    def of_run(cls, config: "RunConfig", sequences: Sequences, mesh: Mesh) -> "BatchStream":
+        """The stream that a run of this configuration trains on."""
+        return cls(
+            sequences,
+            seed=config.train.seed,
+            sequences_per_step=config.train.sequences_per_step,
+            accumulation=config.train.accumulation,
+            mesh=mesh,
+            prefetch=config.data.prefetch,
+        )
 
     def rows(self, step: int) -> np.ndarray:
         """The rows (int64 [B]) of a step: a function of seed and step alone."""

@@ -15,13 +15,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from tools.bench.shapes import ROUTINGS, Shape, routing, shape_of
+from tools.bench.shapes import ROUTINGS, shape_of
 
+from .. import call
 from ..grouped_matmul import op as triton_op
 from ..grouped_matmul.tiles import Groups, ragged_groups
 from ..swiglu.reference import swiglu
 from ..tune import Case, measure_trials, try_launches
-from ..tune_cases import SHARDS, SLACK, product_cases
+from ..tune_cases import product_cases, routed_groups
 from .op import CANDIDATES, gate_up, product
 from .plan import ALIGNED_ROWS
 
@@ -68,13 +69,18 @@ def cases(shapes: list[str], routings: list[str]) -> Iterator[Case]:
     for shape in map(shape_of, shapes):
         for name in routings:
             groups, num_rows = routed_groups(shape, name)
+            num_rows = whole(num_rows)
             for widths in ((shape.width, 2 * shape.hidden), (shape.hidden, shape.width)):
                 title = f"{shape.name} {name} {widths[0]} -> {widths[1]}"
                 yield from row_products(title, groups, num_rows, widths)
             yield gate_up_case(f"{shape.name} {name}", groups, num_rows, (shape.width, shape.hidden))
     sizes = jnp.array(EDGE_SIZES, jnp.int32)
-    num_rows = -(-(sum(EDGE_SIZES) + 100) // ALIGNED_ROWS) * ALIGNED_ROWS
-    yield from row_products("edges", ragged_groups(sizes), num_rows, EDGE_WIDTHS)
+    yield from row_products("edges", ragged_groups(sizes), whole(sum(EDGE_SIZES) + 100), EDGE_WIDTHS)
+
+
+def whole(num_rows: int) -> int:
+    """Rows of a buffer that the kernel takes."""
+    return call.ceil_div(num_rows, ALIGNED_ROWS) * ALIGNED_ROWS
 
 
 def row_products(title: str, groups: Groups, num_rows: int, widths: tuple[int, int]) -> Iterator[Case]:
@@ -116,15 +122,6 @@ def triton_case(case: Case) -> Case:
         return lambda *given: triton_op.product(*given, transposed=transposed, launch=launch)
 
     return dataclasses.replace(case, run=run)
-
-
-def routed_groups(shape: Shape, name: str) -> tuple[Groups, int]:
-    """(contiguous groups, rows of the buffer) of the first GPU."""
-    experts = shape.num_experts(SHARDS) // SHARDS
-    ids, _ = routing(name, shape, SHARDS)
-    sizes = np.bincount(ids.ravel(), minlength=SHARDS * experts)[:experts].astype(np.int32)
-    num_rows = max(int(SLACK * shape.rows), int(sizes.sum()))
-    return ragged_groups(jnp.asarray(sizes)), -(-num_rows // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
 if __name__ == "__main__":

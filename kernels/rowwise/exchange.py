@@ -53,6 +53,8 @@ from jax._src.lib.mlir.dialects import llvm
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import call
+
 MOST_PEERS = 8  # of XLA's table of addresses
 MOST_POLLS = 1 << 24  # of a counter in global memory, at 0.6 us or more each
 SHARED_BYTES = 220 * 1024  # of a Hopper block's 227 KiB; the rest is for barriers and Mosaic itself
@@ -184,7 +186,6 @@ def launch_kernel(
 ) -> jax.Array:
     """Runs a Mosaic kernel over `blocks` blocks of `groups` warpgroups; its output varies as its first operand does."""
     shape, dtype = out
-    axes = jax.typeof(operands[0]).manual_axis_type.varying
     array = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, dtype),
@@ -197,5 +198,4 @@ def launch_kernel(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands)
     # Mosaic says nothing of mesh axes, so JAX would take its output for the same on all devices.
-    missing = tuple(sorted(axes - jax.typeof(array).manual_axis_type.varying))
-    return lax.pcast(array, missing, to="varying") if missing else array
+    return call.vary_alike(array, operands[0])[0]

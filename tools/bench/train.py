@@ -10,7 +10,6 @@ the next one's. With `train.compilation_cache` the program is compiled twice: as
 """
 
 import dataclasses
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -73,14 +72,7 @@ def run(runtime: Runtime, watch: Any, *, steps: int, profile: int) -> dict[str, 
     config, mesh, say = runtime.config, runtime.mesh, runtime.say
     say(f"{config.mesh.shape_text()} on {mesh.size} x {jax.devices()[0].device_kind}, {config.ep.describe()}")
     dataset = open_dataset(config.data, vocab_size=config.model.vocab_size)
-    stream = BatchStream(
-        dataset.train,
-        seed=config.train.seed,
-        sequences_per_step=config.train.sequences_per_step,
-        accumulation=config.train.accumulation,
-        mesh=mesh,
-        prefetch=config.data.prefetch,
-    )
+    stream = BatchStream.of_run(config, dataset.train, mesh)
     state = init_state(config, mesh)
     batches = stream.from_step(0)
     try:
@@ -174,6 +166,7 @@ class Stepper:
         import numpy as np
 
         from ep_jax.report import refuse_non_finite
+        from tools.bench.timing import Times
 
         def end_of(loss: Any) -> float:
             jax.block_until_ready(loss)
@@ -187,14 +180,14 @@ class Stepper:
             done = [*done[2:], self.finish()]  # without the step before the first one, and that one
         for number, metrics in enumerate(done, 1):
             refuse_non_finite(number, metrics)
-        ms = sorted(1e3 * np.diff([end.result() for end in ends]))
+        times = Times(tuple(1e3 * np.diff([end.result() for end in ends])), "host", {}, {})
         valid, *dropped = np.sum([metrics.drops.counts_NPE for metrics in done], axis=(0, 1, 3), dtype=np.int64)
         return {
             "steps": steps,
             "step_ms": {
-                "median_ms": round(statistics.median(ms), 3),
-                "p10_ms": round(ms[round(0.1 * (steps - 1))], 3),
-                "p90_ms": round(ms[round(0.9 * (steps - 1))], 3),
+                "median_ms": round(times.median, 3),
+                "p10_ms": round(times.low, 3),
+                "p90_ms": round(times.high, 3),
                 "iterations": steps,
             },
             "tokens_per_step": float(np.mean([metrics.valid_targets for metrics in done])),
