@@ -71,9 +71,11 @@ def start(config: RunConfig) -> Runtime:
     use_cache(config.train.compilation_cache)
     from ep_jax.ep.choice import definite
 
-    settings, note = definite(config.ep, jax.devices(), config.model.latent_dim, config.model.compute_dtype)
+    mesh_config = resolve(config.mesh, jax.device_count())
+    model = config.model
+    settings, note = definite(config.ep, mesh_config.ep, jax.devices(), model.latent_dim, model.compute_dtype)
     notes += [note] if note else []
-    config = dataclasses.replace(config, mesh=resolve(config.mesh, jax.device_count()), ep=settings)
+    config = dataclasses.replace(config, mesh=mesh_config, ep=settings)
     check_run(config)
     return Runtime(config, make_mesh(config.mesh), launch, flags, tuple(notes))
 

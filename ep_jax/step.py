@@ -27,7 +27,8 @@ from ep_jax.ep import EPConfig, routed_experts_local
 from ep_jax.ep.drops import LocalDrops, profile
 from ep_jax.mesh import AXES, BATCH_AXES
 from ep_jax.model import balancing
-from ep_jax.model.transformer import Outputs, forward, parameter_kinds
+from ep_jax.model.parameters import in_compute_type
+from ep_jax.model.transformer import Outputs, forward, join_blocks, parameter_kinds, split_blocks
 from ep_jax.optimizer import gradient_norm, learning_rate_schedule
 from ep_jax.state import State, optimizer_of, state_shapes, state_shardings
 from ep_jax.traces.file import id_type as trace_id_type
@@ -206,12 +207,18 @@ def _local_gradients(config: RunConfig, params: Any, bias: jax.Array, batch: Bat
         outputs, routes = _take_routes(run(params, rows))
         return lax.psum(outputs.objective(config.router), AXES), (outputs, routes)
 
+    dtype = jnp.dtype(config.model.compute_dtype)
+    kinds = parameter_kinds(config.model, config.router)
+    copies = split_blocks(in_compute_type(params, kinds, dtype), config.model)
+
     def gradients_and_routes(rows):
-        gradients, (outputs, routes) = jax.grad(objective, has_aux=True)(params, rows)
+        # In float32 again, so that the gradients are: XLA knows that the model's cast gives back the copy.
+        wide = jax.tree.map(lambda copy: copy.astype(jnp.float32), copies)
+        gradients, (outputs, routes) = jax.grad(objective, has_aux=True)(wide, rows)
         return (gradients, outputs), routes
 
     (gradients, outputs), routes = _over_microbatches(gradients_and_routes, batch)
-    return gradients, (_sum_over_devices(outputs), valid_targets, routes)
+    return join_blocks(gradients), (_sum_over_devices(outputs), valid_targets, routes)
 
 
 def _count_valid(batch: Batch) -> jax.Array:

@@ -101,6 +101,7 @@ def introduce(runtime: Runtime, data: str) -> None:
 
     from ep_jax import flops
     from ep_jax.ep import implementations
+    from ep_jax.model.attention import choose_kernel
 
     config = runtime.config
     total, active = flops.num_parameters(config.model, config.router)
@@ -111,7 +112,8 @@ def introduce(runtime: Runtime, data: str) -> None:
         data,
         f"model: {total:,} parameters, {active:,} active per token, compute in {config.model.compute_dtype}",
         f"protocol: {config.ep.describe()}",
-        f"rows and experts by {implementations.describe(config.ep.kernels)}",
+        f"rows and experts by {implementations.describe(config.ep.kernels)}; attention by "
+        f"{choose_kernel(config.model, config.data.sequence_length)}",
     )
 
 

@@ -15,13 +15,17 @@ from ep_jax.fields import ConfigError
 
 
 def definite(
-    settings: EPConfig, devices: Sequence[jax.Device], width: int, dtype: jax.typing.DTypeLike
+    settings: EPConfig, shards: int, devices: Sequence[jax.Device], width: int, dtype: jax.typing.DTypeLike
 ) -> tuple[EPConfig, str]:
     """(settings without `auto`, why: one line, empty where nothing was chosen) for routed rows of a width and dtype.
 
-    `auto` is rowwise where its kernels can run, else pooled_wave. Raises ConfigError for transport rowwise on GPUs that
+    `auto` is dense where one shard holds all experts, so that nothing travels and nothing drops; else rowwise where its
+    kernels can run, else pooled_wave. Raises ConfigError for transport rowwise on GPUs that
     cannot run it; on other devices rowwise is an emulation.
     """
+    if settings.transport == "auto" and shards == 1 and not settings.emulates:
+        note = "ep.transport = auto: dense, as every device holds all experts: nothing is sent, nothing drops"
+        return dataclasses.replace(settings, transport="dense"), note
     if settings.transport == "auto":
         reason = why_not_one_sided(settings, devices, width, dtype)
         transport = "pooled_wave" if reason else "rowwise"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
@@ -50,7 +51,7 @@ class Dense(ReturnsRows):
 
     def plan(self, routes: Routes) -> DensePlan:
         """Sorts the shard's own assignments by expert."""
-        return expert_order(routes.valid_ids_TK, self.shape.num_experts)
+        return checkpoint_name(expert_order(routes.valid_ids_TK, self.shape.num_experts), "route_plan")
 
     def dispatch(
         self, rows_TH: jax.Array, plan: DensePlan, wave: int, after: jax.Array | int
@@ -58,8 +59,9 @@ class Dense(ReturnsRows):
         """(RaggedRows of all experts, the plan)."""
         del wave, after
         token_A = jnp.where(plan.assignment_Q < 0, -1, plan.assignment_Q // self.shape.experts_per_token)
-        return RaggedRows(move_rows(rows_TH, token_A, plan.place_TK), plan.sizes_E), plan
+        rows_AH = checkpoint_name(move_rows(rows_TH, token_A, plan.place_TK), "expert_input")
+        return RaggedRows(rows_AH, plan.sizes_E), plan
 
     def give_back(self, results_AH: jax.Array, plan: DensePlan) -> Returned:
         """The rows never left."""
-        return Returned(results_AH, None)
+        return Returned(checkpoint_name(results_AH, "expert_output"), None)

@@ -204,7 +204,10 @@ def routed_experts(
     token that are repeated or out of range (`check_routes`).
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
-    settings, _ = definite(settings, list(mesh.devices.flat), rows_TH.shape[1], rows_TH.dtype)
+    if "ep" not in mesh.axis_names:
+        raise ConfigError(f"mesh axes {mesh.axis_names}: an axis named ep is needed")
+    devices = list(mesh.devices.flat)
+    settings, _ = definite(settings, mesh.shape["ep"], devices, rows_TH.shape[1], rows_TH.dtype)
     _check_call(
         rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh, settings
     )
@@ -230,8 +233,6 @@ def routed_experts(
 def _check_call(
     rows_TH, ids_TK, weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh, settings
 ) -> None:
-    if "ep" not in mesh.axis_names:
-        raise ConfigError(f"mesh axes {mesh.axis_names}: an axis named ep is needed")
     devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.axis_names)
     ep = mesh.shape["ep"]
     group, name = (settings.emulated_shards, "ep.emulated_shards") if settings.emulates else (ep, "the mesh's ep")

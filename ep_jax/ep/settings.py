@@ -9,7 +9,7 @@ from typing import ClassVar
 from ep_jax.fields import ConfigError, check, setting
 
 TRANSPORTS = ("pooled_wave", "fixed_cell", "ragged", "rowwise", "ring", "dense")
-AUTO = "auto"  # rowwise where its one-sided kernels run, else pooled_wave
+AUTO = "auto"  # see choice.py
 ORDERS = ("sequence", "position", "choice", "weight")
 RECEIVES = ("expert", "pool")
 AGREEMENTS = ("tail", "round_robin", "water_fill")
@@ -37,7 +37,8 @@ class EPConfig:
 
     transport: str = setting(
         "pooled_wave",
-        doc="how rows reach their experts; auto = rowwise where GPUs can write into each other, else pooled_wave",
+        doc="how rows reach their experts; auto = dense on one ep shard, rowwise where GPUs can write into each other, "
+        "else pooled_wave",
         choices=(*TRANSPORTS, AUTO),
     )
     sender_factor: float = setting(

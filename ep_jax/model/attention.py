@@ -1,7 +1,7 @@
 """Grouped-query attention with QK-norm and RoPE, within documents, causal, optionally within a sliding window.
 
-Two kernels, one result: `xla` is plain einsum and softmax, `cudnn` is NVIDIA's fused kernel. No key-value cache: this
-is for training.
+Three kernels, one result: `xla` is plain einsum and softmax, `cudnn` is NVIDIA's fused kernel, `tokamax` the one in
+flash.py, which skips what a document cannot see. No key-value cache: this is for training.
 
 Shapes: b sequences, L tokens of a sequence, D model width, N query heads, G key-value heads, R = N/G, h head width,
 i queries of a block.
@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ep_jax.fields import ConfigError
+from ep_jax.model import flash
 from ep_jax.model.config import ModelConfig
 from ep_jax.model.norms import rms_norm
 from ep_jax.model.parameters import gathered, norm_scale, weight
@@ -57,9 +59,17 @@ class Attention(nnx.Module):
 
 
 def choose_kernel(model: ModelConfig, sequence_length: int) -> str:
-    """ "xla" or "cudnn": as asked for, or for "auto" cudnn where it can run (GPU, bfloat16, its shape rules)."""
+    """ "tokamax", "cudnn" or "xla": as asked for, or for "auto" the first of these that can run here.
+
+    Raises ConfigError where tokamax is asked for and cannot run.
+    """
+    reason = flash.why_not(model.head_dim, model.compute_dtype)
+    if model.attention == "tokamax" and reason:
+        raise ConfigError(f"model.attention = 'tokamax': {reason}; allowed here is auto, cudnn or xla")
     if model.attention != "auto":
         return model.attention
+    if not reason:
+        return "tokamax"
     fits = model.head_dim % 8 == 0 and model.head_dim <= 128 and sequence_length % 2 == 0
     return "cudnn" if jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16" and fits else "xla"
 
@@ -72,6 +82,8 @@ def attend(
     Query head n reads key-value head n // R. Softmax in float32; returns [b, L, N, h] in the dtype of q. Padding
     (segment 0) attends padding, so that no row is empty. Raises NotImplementedError where cudnn cannot run.
     """
+    if kernel == "tokamax":
+        return flash.attend(q_bLNh, k_bLGh, v_bLGh, flash.first_keys(segments_bL, window))
     if kernel == "cudnn":
         return _attend_cudnn(q_bLNh, k_bLGh, v_bLGh, segments_bL, window)
     return _attend_xla(q_bLNh, k_bLGh, v_bLGh, segments_bL, window)

@@ -47,7 +47,9 @@ class ModelConfig:
         "stacks of all blocks, for a longer compilation",
     )
     attention: str = setting(
-        "auto", doc="attention kernel; auto = cudnn on GPU in bfloat16, else xla", choices=("auto", "xla", "cudnn")
+        "auto",
+        doc="attention kernel; auto = in bfloat16 tokamax on Hopper GPUs, cudnn on others, else xla",
+        choices=("auto", "xla", "cudnn", "tokamax"),
     )
     loss_chunk_tokens: int = setting(
         0, at_least=0, unit="tokens", doc="logits are computed this many tokens at a time; 0 = all at once"
@@ -72,9 +74,9 @@ class ModelConfig:
                 f"model.window = {self.window}: unused with model.global_every = 1, where every layer is global; "
                 f"allowed is 0, or model.global_every of at least 2"
             )
-        if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
+        if self.attention in ("cudnn", "tokamax") and self.compute_dtype != "bfloat16":
             raise ConfigError(
-                f"model.attention = 'cudnn': needs model.compute_dtype bfloat16, got {self.compute_dtype}; "
+                f"model.attention = {self.attention!r}: needs model.compute_dtype bfloat16, got {self.compute_dtype}; "
                 f"allowed here is auto or xla"
             )
 

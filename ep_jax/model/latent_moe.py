@@ -3,7 +3,7 @@
 Which transport moves the rows is not known here: the routed experts are a function that the caller hands in.
 
 Shapes: b sequences, L tokens of a sequence, T = b*L tokens, D model width, H routed (latent) width, E experts, e local
-experts, F expert hidden width, S hidden width of all shared experts together, K choices.
+experts, F expert hidden width, S hidden width of all shared experts together, K choices, P gate and up.
 """
 
 from typing import Any, Protocol
@@ -105,5 +105,33 @@ class LatentMoE(nnx.Module):
 
 def swiglu(x_TD: jax.Array, w_gate_up_D2F: jax.Array, w_down_FD: jax.Array) -> jax.Array:
     """(silu(x gate) * (x up)) down; the first half of the columns of gate_up is the gate."""
-    gate_TF, up_TF = jnp.split(x_TD @ w_gate_up_D2F, 2, axis=-1)
-    return (jax.nn.silu(gate_TF) * up_TF) @ w_down_FD
+    return gate(x_TD @ w_gate_up_D2F) @ w_down_FD
+
+
+@jax.custom_vjp
+def gate(hidden_T2F: jax.Array) -> jax.Array:
+    """silu(gate) * up [T, F] of columns [gate, up], computed in float32, in the dtype of hidden.
+
+    Its gradient is written in one pass; derived by JAX, its halves are written and then put together.
+    """
+    gate_TF, up_TF = jnp.split(hidden_T2F.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate_TF) * up_TF).astype(hidden_T2F.dtype)
+
+
+def _gate_forward(hidden_T2F):
+    return gate(hidden_T2F), hidden_T2F
+
+
+def _gate_backward(hidden_T2F, d_out_TF):
+    wide_T2F, d_out_TF = hidden_T2F.astype(jnp.float32), d_out_TF.astype(jnp.float32)
+    halves_TPF = wide_T2F.reshape(-1, 2, d_out_TF.shape[-1])
+    partner_TPF = halves_TPF[:, ::-1]  # up for gate, gate for up
+    sigmoid_TPF = jax.nn.sigmoid(halves_TPF)
+    of_gate_TPF = partner_TPF * sigmoid_TPF * (1 + halves_TPF * (1 - sigmoid_TPF))
+    of_up_TPF = jax.nn.silu(partner_TPF)
+    is_gate_P = jnp.array([True, False])
+    d_halves_TPF = d_out_TF[:, None] * jnp.where(is_gate_P[:, None], of_gate_TPF, of_up_TPF)
+    return (d_halves_TPF.reshape(hidden_T2F.shape).astype(hidden_T2F.dtype),)
+
+
+gate.defvjp(_gate_forward, _gate_backward)

@@ -15,6 +15,7 @@ from flax import nnx
 from ep_jax import mesh
 
 KINDS = ("embedding", "head", "dense", "expert", "router", "norm")
+CAST_KINDS = ("embedding", "head", "dense", "expert")  # used in the compute type alone
 
 # A normal cut at two standard deviations is this much narrower than the normal itself.
 TRUNCATED_STD = 0.87962566103423978
@@ -48,6 +49,15 @@ def initialize(module: nnx.Module, seed: int | jax.Array) -> dict[str, Any]:
 def gathered(param: nnx.Param, dtype: jnp.dtype) -> jax.Array:
     """The whole weight in `dtype`, from the shard this device holds; the gradient comes back reduced in float32."""
     return mesh.gather_weight(param[...], param.get_metadata("kind"), dtype)
+
+
+def in_compute_type(params: Any, kinds: Any, dtype: jnp.dtype) -> Any:
+    """Parameters of the kinds that are only used after `gathered` cast them, cast; the others as they are.
+
+    Made once for many uses of the weights, instead of once for each: what is cast again, to float32 and back, is the
+    same number.
+    """
+    return jax.tree.map(lambda param, kind: param.astype(dtype) if kind in CAST_KINDS else param, params, kinds)
 
 
 def _initial_value(key: jax.Array, path: tuple[str, ...], param: nnx.Param) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ep_jax.model import balancing
 from ep_jax.model.config import RouterConfig
+from ep_jax.model.exact import float32_product
 
 # Scores are divided by no less: its square, which the gradient divides by, must stay a normal float32.
 SMALLEST_SUM = 1e-12
@@ -41,9 +42,7 @@ def route(
 
     Gradients reach the router's weight through the combine weights, probability_sum and z_sum.
     """
-    logits_TE = jnp.einsum(
-        "td,de->te", x_TD.astype(jnp.float32), weight_DE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    logits_TE = float32_product(x_TD, weight_DE)
     scores_TE = jax.nn.sigmoid(logits_TE) if config.scores == "sigmoid" else jax.nn.softmax(logits_TE, axis=-1)
     top, alpha_T = choose(scores_TE, bias_E, config.experts_per_token)
     histogram = None

@@ -1,4 +1,4 @@
-"""The decoder: embedding, scanned blocks of layers, final norm, head, and the losses of this device's batch rows.
+"""The decoder: embedding, blocks of layers, final norm, head, and the losses of this device's batch rows.
 
 `init_params` and `parameter_kinds` describe the parameters; `forward` runs inside one shard_map over all mesh axes, on
 this device's parameter shards and batch rows, and returns sums that the caller adds over devices and microbatches.
@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from ep_jax.mesh import BATCH_AXES
-from ep_jax.model import balancing, parameters
+from ep_jax.model import balancing, flash, parameters
 from ep_jax.model.attention import Attention
 from ep_jax.model.config import ModelConfig, RouterConfig
 from ep_jax.model.latent_moe import LatentMoE, RoutedExperts
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # Names that the protocol gives to what it sends, gets back and plans with; the policy "exchanges" keeps these alone.
 EXCHANGE_NAMES = ("dispatched_rows", "returned_rows", "route_plan")
-# Names of the experts' first products, whose results "products" keeps; the second ones are among the returned rows.
-PRODUCT_NAMES = ("expert_hidden", "expert_middle")
+# Names that "products" keeps too: the experts' first products, and where no row travels their inputs and results.
+PRODUCT_NAMES = ("expert_hidden", "expert_input", "expert_output")
 
 
 class Outputs(NamedTuple):
@@ -91,15 +91,22 @@ class Block(nnx.Module):
         return x_bLD, jax.tree.map(lambda *layers: jnp.stack(layers), *reports)
 
 
-class Transformer(nnx.Module):
-    """All parameters. Those of the blocks have a leading axis of num_blocks."""
+class Ends(nnx.Module):
+    """What comes before the blocks and after them."""
 
-    def __init__(self, model: ModelConfig, router: RouterConfig):
+    def __init__(self, model: ModelConfig):
         self.embedding = weight("embedding", (model.vocab_size, model.model_dim), model.init_std)
-        self.blocks = Block(model, router, stack=(model.num_blocks,))
         self.final_norm = norm_scale((model.model_dim,))
         if not model.tie_embeddings:
             self.head = weight("head", (model.model_dim, model.vocab_size), model.init_std)
+
+
+class Transformer(Ends):
+    """All parameters. Those of the blocks have a leading axis of num_blocks."""
+
+    def __init__(self, model: ModelConfig, router: RouterConfig):
+        super().__init__(model)
+        self.blocks = Block(model, router, stack=(model.num_blocks,))
 
 
 def parameter_kinds(model: ModelConfig, router: RouterConfig) -> dict[str, Any]:
@@ -134,13 +141,14 @@ def forward(
 ) -> Outputs:
     """Losses and sums of this device's batch rows; inside shard_map over the mesh axes, check_vma on.
 
-    params: this device's shards, float32. router_bias: float32 [num_layers, E]. batch: tokens, targets, segments,
-    positions int32 [b, L], valid bool [b, L] (one microbatch). valid_total: float32 [],
+    params: this device's shards, float32, or `split_blocks` of them. router_bias: float32 [num_layers, E]. batch:
+    tokens, targets, segments, positions int32 [b, L], valid bool [b, L] (one microbatch). valid_total: float32 [],
     valid targets of the whole step over all devices and microbatches; 0 is taken as 1. The same on every mesh.
     layer_inputs: a tree of arrays [num_layers, ...], of which each layer hands its own part to routed_experts as
     `layer_input`; None when they take none.
     """
-    module = nnx.merge(nnx.graphdef(Transformer(model, router)), params)
+    blocks = split_blocks(params, model)["blocks"]
+    module = nnx.merge(nnx.graphdef(Ends(model)), {name: param for name, param in params.items() if name != "blocks"})
     valid_total = jnp.maximum(valid_total, 1.0)
     valid_in_group = lax.psum(jnp.sum(batch.valid, dtype=jnp.int32), "ep")
     dtype = jnp.dtype(model.compute_dtype)
@@ -148,9 +156,12 @@ def forward(
     embedding_VD = gathered(module.embedding, dtype)
     # Looked up in float32, so that the gradients of a frequent token add up in float32.
     x_bLD = embedding_VD.astype(jnp.float32)[batch.tokens].astype(dtype)
-    x_bLD, stats, drops = _scan_blocks(
-        module.blocks, x_bLD, (router_bias, layer_inputs), batch, valid_in_group, routed_experts, model
-    )
+    graphdef = nnx.graphdef(Block(model, router, stack=()))
+
+    def run_block(x_bLD, block_params, per_layer_n):
+        return nnx.merge(graphdef, block_params)(x_bLD, *per_layer_n, batch, valid_in_group, routed_experts)
+
+    x_bLD, (stats, drops) = _run_blocks(run_block, x_bLD, blocks, (router_bias, layer_inputs), model)
     x_bLD = rms_norm(x_bLD, module.final_norm[...], model.norm_epsilon)
     head_DV = embedding_VD.T if model.tie_embeddings else gathered(module.head, dtype)
     with jax.named_scope("loss"):
@@ -176,27 +187,42 @@ def initial_router_state(model: ModelConfig, router: RouterConfig) -> dict[str, 
     return {"bias": balancing.initial_bias(model.num_layers, router.num_experts)}
 
 
-def _scan_blocks(blocks, x_bLD, per_layer, batch, valid_in_group, routed_experts, model):
-    """Runs the blocks one after the other; per_layer is (router_bias, layer_inputs).
+def split_blocks(params: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Parameters with those of each block apart, a list in place of their leading axis; as they are with `model.scan`.
 
-    Router stats and drops come back with a leading axis of all layers.
+    Derivatives with respect to these can be added up block by block; those with respect to the whole are first put
+    together. Parameters that are split already stay as they are.
     """
-    graphdef, stacked = nnx.split(blocks)
+    if model.scan or isinstance(params["blocks"], list):
+        return params
+    blocks = [jax.tree.map(operator.itemgetter(n), params["blocks"]) for n in range(model.num_blocks)]
+    return {**params, "blocks": blocks}
 
-    def run_block(x_bLD, block_params, per_layer_n):
-        return nnx.merge(graphdef, block_params)(x_bLD, *per_layer_n, batch, valid_in_group, routed_experts)
 
+def join_blocks(params: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `split_blocks`."""
+    if not isinstance(params["blocks"], list):
+        return params
+    return {**params, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"])}
+
+
+def _run_blocks(run_block, x_bLD, blocks, per_layer, model):
+    """Runs the blocks one after the other, in a loop if they are stacked.
+
+    per_layer, and the reports that come back, have a leading axis of all layers.
+    """
     run_block = remat(run_block, model.remat)
     by_block = (model.num_blocks, model.global_every)
     per_block = jax.tree.map(lambda leaf: leaf.reshape(*by_block, *leaf.shape[1:]), per_layer)
-    x_bLD, reports = lax.scan(
-        lambda x, xs: run_block(x, *xs),
-        x_bLD,
-        (nnx.to_pure_dict(stacked), per_block),
-        unroll=1 if model.scan else model.num_blocks,
-    )
-    stats, drops = jax.tree.map(lambda leaf: leaf.reshape(model.num_layers, *leaf.shape[2:]), reports)
-    return x_bLD, stats, drops
+    if isinstance(blocks, list):
+        by_number = []
+        for n, block_params in enumerate(blocks):
+            x_bLD, report = run_block(x_bLD, block_params, jax.tree.map(operator.itemgetter(n), per_block))
+            by_number.append(report)
+        reports = jax.tree.map(lambda *leaves: jnp.stack(leaves), *by_number)
+    else:
+        x_bLD, reports = lax.scan(lambda x, xs: run_block(x, *xs), x_bLD, (blocks, per_block))
+    return x_bLD, jax.tree.map(lambda leaf: leaf.reshape(model.num_layers, *leaf.shape[2:]), reports)
 
 
 def remat(block, policy: str):
@@ -204,7 +230,7 @@ def remat(block, policy: str):
 
     "none" keeps everything, gathered weights included; "full" keeps the input of each block; "exchanges" keeps that
     and what crossed the network for the routed experts, so that no exchange is repeated; "products" keeps also the
-    results of matrix products and of cuDNN's attention, so that of these only the scores of plain attention are
+    results of matrix products and of fused attention, so that of these only the scores of plain attention are
     repeated.
     """
     policies = jax.checkpoint_policies
@@ -212,7 +238,7 @@ def remat(block, policy: str):
         "full": policies.nothing_saveable,
         "exchanges": policies.save_only_these_names(*EXCHANGE_NAMES),
         "products": policies.save_from_both_policies(
-            _saves_products, policies.save_only_these_names(*EXCHANGE_NAMES, *PRODUCT_NAMES)
+            _saves_products, policies.save_only_these_names(*EXCHANGE_NAMES, *PRODUCT_NAMES, flash.RESIDUAL_NAME)
         ),
     }
     return block if policy == "none" else jax.checkpoint(block, policy=keeps[policy], prevent_cse=False)

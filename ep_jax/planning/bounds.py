@@ -28,7 +28,7 @@ from ep_jax.flops import Flops, flops_per_token
 from ep_jax.optimizer import MUON_KINDS, NEWTON_SCHULZ_STEPS
 from ep_jax.planning.hardware import Hardware
 from ep_jax.planning.links import as_scheme, layer_traffic, tables_traffic
-from ep_jax.planning.memory import ragged_dot, uses_cudnn, wave_rows
+from ep_jax.planning.memory import fixed_places, fused_attention, wave_rows
 from ep_jax.planning.sizes import Sizes
 
 
@@ -92,7 +92,7 @@ def bounds(sizes: Sizes, hardware: Hardware, scheme: str) -> Bounds:
 
 def padding_share(sizes: Sizes) -> float:
     """Rows computed on for nothing, over the rows of balanced routing."""
-    if ragged_dot(sizes):
+    if not fixed_places(sizes.config.ep):
         return 0.0
     rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
     return rows.waves * rows.experts / sizes.shape.assignments - 1
@@ -103,7 +103,7 @@ def recomputed(flops: Flops, config: RunConfig) -> float:
     if config.model.remat == "none":
         return 0.0
     if config.model.remat == "products":
-        return 0.0 if uses_cudnn(config.model) else flops.attention_scores
+        return 0.0 if fused_attention(config.model) else flops.attention_scores
     results_kept = config.model.remat == "exchanges" and config.ep.transport != "dense"
     return flops.forward - flops.head - (flops.routed_experts / 3 if results_kept else 0)
 

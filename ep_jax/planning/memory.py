@@ -11,7 +11,8 @@ AdamW, 2 + 2 + 4 + 4 = 12 for Muon; the sums happen to be equal, see `published_
 
 Activations of a layer, what its backward pass reads:
 
-    attention   2*T*D*c + 3*T*q*c + 3*T*kv*c + scores    scores: the mask T*L*c with cudnn; xla keeps probabilities
+    attention   2*T*D*c + 3*T*q*c + 3*T*kv*c + scores    scores: with cudnn, which auto may take, the mask T*L*c;
+                                                         with tokamax 2*T*heads*4; xla keeps probabilities
                                                          2*T*heads*L*4, or of one block of 512 queries where it can
     router      3*T*E*4
     latent      2*T*H*c + T*H*c                          rows before and after their norm; combined rows
@@ -19,8 +20,8 @@ Activations of a layer, what its backward pass reads:
     residual    2*T*D*c                                  normed input of the MoE, its output
     routed      W * (sent + received + experts + back + returned), experts = rows*(2*H + 3*F)*c; rows by `wave_rows`
 
-Rows grouped by expert without fixed places (ragged, rowwise, ring, dense, receive = pool) go through
-`jax.lax.ragged_dot`, which XLA lowers, unless a kernel replaces it, to products over all experts of the wave:
+Rows grouped by expert without fixed places (ragged, rowwise, ring, dense, receive = pool) go, in float32 or with
+ep.kernels = xla, through `jax.lax.ragged_dot`, which XLA lowers to products over all experts of the wave:
 experts*rows*(H + 3*F)*c more while one wave is worked on (`ragged_dot`). It is often the largest number of a plan.
 Small experts go through `ep/blocks.py` instead: weights and rows of its blocks, twice with their gradients.
 
@@ -213,10 +214,15 @@ def layer_activations(sizes: Sizes) -> dict[str, int]:
     }
 
 
+def fixed_places(settings: EPConfig) -> bool:
+    """Whether each expert has a number of rows of its own, filled or not."""
+    return settings.transport == "fixed_cell" or (settings.transport == "pooled_wave" and settings.receive == "expert")
+
+
 def ragged_dot(sizes: Sizes) -> int:
-    """Bytes that the grouped products of one wave take besides their rows; 0 where each expert has rows of its own."""
+    """Bytes that the grouped products of one wave take besides their rows, where XLA computes them."""
     settings, shape, model = sizes.config.ep, sizes.shape, sizes.config.model
-    if settings.transport == "fixed_cell" or (settings.transport == "pooled_wave" and settings.receive == "expert"):
+    if fixed_places(settings) or (settings.kernels == "auto" and model.compute_dtype == "bfloat16"):
         return 0
     experts = {"dense": shape.num_experts, "pooled_wave": shape.local_experts}.get(settings.transport)
     if experts is None:
@@ -229,15 +235,17 @@ def ragged_dot(sizes: Sizes) -> int:
     return experts * rows * (width + 3 * hidden) * sizes.itemsize
 
 
-def uses_cudnn(model: ModelConfig) -> bool:
-    """Whether attention runs in cuDNN on a GPU."""
+def fused_attention(model: ModelConfig) -> bool:
+    """Whether attention on a GPU keeps no probabilities."""
     fits = model.head_dim % 8 == 0 and model.head_dim <= 128 and model.compute_dtype == "bfloat16"
-    return model.attention == "cudnn" or (model.attention == "auto" and fits)
+    return model.attention in ("cudnn", "tokamax") or (model.attention == "auto" and fits)
 
 
 def _scores(sizes: Sizes) -> int:
     model, length = sizes.config.model, sizes.config.data.sequence_length
-    if uses_cudnn(model):
+    if model.attention == "tokamax":
+        return 2 * sizes.tokens * model.num_heads * FLOAT32
+    if fused_attention(model):
         return sizes.tokens * length * sizes.itemsize
     if length <= QUERY_BLOCK or length % QUERY_BLOCK:
         return 2 * sizes.tokens * model.num_heads * length * FLOAT32
@@ -253,7 +261,9 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
         return 0
     rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
     row_bytes = sizes.config.model.latent_dim * sizes.itemsize
-    exchanged = rows.received + (0 if sizes.config.ep.transport == "dense" else rows.returned)
+    exchanged = rows.received + rows.returned
+    if sizes.config.ep.transport == "dense":  # of the experts' inputs and results
+        exchanged = 2 * rows.experts if policy == "products" else 0
     plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
     kept = rows.waves * exchanged * row_bytes + plan * INT32
     return kept + (_products(sizes, rows) if policy == "products" else 0)

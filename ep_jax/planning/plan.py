@@ -38,6 +38,9 @@ def place(config: RunConfig, hardware: Hardware) -> RunConfig:
         raise ConfigError(
             f"mesh.ep = {mesh.ep}: must divide the {hardware.devices_per_domain} GPUs of an NVLink domain"
         )
+    if config.ep.transport == "auto":  # rowwise, where it can run, moves the rows that pooled_wave moves
+        transport = "dense" if mesh.ep == 1 else "pooled_wave"
+        config = dataclasses.replace(config, ep=dataclasses.replace(config.ep, transport=transport))
     check_run(config)
     return config
 

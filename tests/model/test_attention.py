@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from ep_jax.model import attention
+from ep_jax.fields import ConfigError
+from ep_jax.model import attention, flash
 from ep_jax.model.attention import attend, choose_kernel
 from ep_jax.model.config import ModelConfig
 from ep_jax.model.norms import rms_norm
@@ -106,22 +108,39 @@ def test_kernel_choice():
     assert choose_kernel(ModelConfig(attention="cudnn", compute_dtype="bfloat16"), 16) == "cudnn"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [0, 3])  # a short one, so that a window off by one shows
-def test_cudnn_kernel_equals_xla(window):
-    rng = np.random.default_rng(3)
-    b, L, N, G, h = 2, 256, 4, 2, 64
-    q, k, v, weights = (jnp.asarray(rng.normal(size=(b, L, n, h)), jnp.bfloat16) for n in (N, G, G, N))
-    segments = jnp.asarray(np.sort(rng.integers(1, 4, (b, L)), axis=1))
+def test_tokamax_is_refused_where_it_cannot_run():
+    with pytest.raises(ConfigError, match="model.attention = 'tokamax'.*Hopper.*allowed here is auto") as error:
+        choose_kernel(ModelConfig(attention="tokamax", compute_dtype="bfloat16"), 16)
+    assert "\n" not in str(error.value)
 
-    def loss(q, k, v, kernel):
-        out = attend(q, k, v, segments, window=window, kernel=kernel)
-        return jnp.sum(out.astype(jnp.float32) * weights.astype(jnp.float32)), out
 
-    results = {
-        kernel: jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), static_argnums=3)(q, k, v, kernel)
-        for kernel in ("xla", "cudnn")
-    }
-    for fused, plain in zip(jax.tree.leaves(results["cudnn"]), jax.tree.leaves(results["xla"]), strict=True):
-        fused, plain = np.asarray(fused, np.float32), np.asarray(plain, np.float32)
-        assert np.abs(fused - plain).max() <= 0.03 * np.abs(plain).max()
+@pytest.mark.parametrize("window", [0, 3])
+def test_first_keys_are_those_that_a_loop_finds(window):
+    first = np.asarray(flash.first_keys(jnp.asarray(SEGMENTS), window))
+    for segments_L, first_L in zip(SEGMENTS, first, strict=True):
+        for i, found in enumerate(first_L):
+            assert found == next(j for j in range(i + 1) if may_see(segments_L, i, j, window))
+
+
+def test_tokamax_runs_inside_shard_map_and_a_kept_result_is_not_computed_again(monkeypatch):
+    """The program for a Hopper GPU: one forward kernel and the two of its derivative, under a remat policy."""
+    from tokamax._src import gpu_utils
+
+    for name, answer in (("has_mosaic_gpu_support", True), ("is_sm90", True), ("is_sm80", False), ("is_sm100", False)):
+        monkeypatch.setattr(gpu_utils, name, lambda *_, answer=answer: answer)
+    mesh = AbstractMesh((2,), ("ep",), axis_types=(AxisType.Auto,))
+    attend_remat = jax.checkpoint(
+        flash.attend, policy=jax.checkpoint_policies.save_only_these_names(flash.RESIDUAL_NAME)
+    )
+
+    def local(q, k, v, segments, d_out):
+        out, pull = jax.vjp(lambda *qkv: attend_remat(*qkv, flash.first_keys(segments, 0)), q, k, v)
+        return out, *pull(d_out)
+
+    def heads(number):
+        return jax.ShapeDtypeStruct((4, 256, number, 64), jnp.bfloat16)
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec("ep"),) * 5, out_specs=(PartitionSpec("ep"),) * 4)
+    arguments = (heads(4), heads(2), heads(2), jax.ShapeDtypeStruct((4, 256), jnp.int32), heads(4))
+    program = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("custom_call @mosaic_gpu") == 3

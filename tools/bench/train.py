@@ -1,6 +1,6 @@
 """A short training, timed: tokens/s, MFU, memory, start-up, and a table of where a step's time goes.
 
-    python -m tools.bench train --config configs/h200.toml --steps 30 --out FILE.json [--section.key VALUE ...]
+    python -m tools.bench train --config configs/h200.toml --steps 20 --out FILE.json [--section.key VALUE ...]
 
 The step that is trained, on the run's own data, without checkpoints, evaluations and files: the compiled step of
 `ep_jax.step`, its metrics fetched one step behind as the training loop does. A step's time is from one step's end to
@@ -25,9 +25,9 @@ from ep_jax.launch import Runtime, start
 from ep_jax.profiling import ProfileConfig
 from tools.bench.results import write_results
 
-WARMUP_STEPS = 3  # not counted: the first one also finishes start-up
 OPTIONS = (
     Option("steps", "N", "timed steps, 20 if left out"),
+    Option("warmup", "N", "steps before them, 3 if left out; routers drop most in a run's first steps"),
     Option("profile", "N", "steps of the trace behind the table by phase, 3 if left out; 0 = none"),
     Option("out", "FILE", "JSON file of the result"),
 )
@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; returns the exit code. Raises ConfigError."""
     description = "Times training steps and tells where their time goes."
     arguments = split_args(argv, command="python -m tools.bench train", description=description, extra=OPTIONS)
-    numbers = {"steps": 20, "profile": 3}
-    for name, lowest in (("steps", 1), ("profile", 0)):
+    numbers = {"steps": 20, "warmup": 3, "profile": 3}
+    for name, lowest in (("steps", 1), ("warmup", 1), ("profile", 0)):
         text = arguments.options.get(name, str(numbers[name]))
         if not text.isdecimal() or int(text) < lowest:
             raise ConfigError(f"--{name} {text}: allowed is an integer of at least {lowest}")
@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     return exits.DONE
 
 
-def run(runtime: Runtime, watch: Any, *, steps: int, profile: int) -> dict[str, Any]:
-    """Compiles, times `steps` steps, traces `profile` further ones; prints and returns what came of it."""
+def run(runtime: Runtime, watch: Any, *, steps: int, warmup: int, profile: int) -> dict[str, Any]:
+    """Compiles, times `steps` steps after `warmup`, traces `profile` more; prints and returns what came of it."""
     import jax
 
     from ep_jax.data import open_dataset
@@ -92,10 +92,10 @@ def run(runtime: Runtime, watch: Any, *, steps: int, profile: int) -> dict[str, 
             say(f"step compiled, {name}: {seconds}")
 
         stepper = Stepper(compiled, state, batches)
-        for _ in range(WARMUP_STEPS):
+        for _ in range(warmup):
             stepper.step()
         stepper.finish()
-        timed = stepper.timed(steps)
+        timed = {"warmup_steps": warmup + 1} | stepper.timed(steps)  # with the one that finished start-up
         result = timed | rates_of(runtime, timed) | {"startup": startup}
         result |= {"memory_of_the_step": memory_of(compiled).as_json(), "peak_memory_gib": peak_memory_gib()}
         report(say, result)
@@ -181,7 +181,8 @@ class Stepper:
         for number, metrics in enumerate(done, 1):
             refuse_non_finite(number, metrics)
         times = Times(tuple(1e3 * np.diff([end.result() for end in ends])), "host", {}, {})
-        valid, *dropped = np.sum([metrics.drops.counts_NPE for metrics in done], axis=(0, 1, 3), dtype=np.int64)
+        counts_SP = np.sum([metrics.drops.counts_NPE for metrics in done], axis=(1, 3), dtype=np.int64)
+        drop_rates = counts_SP[:, 1:].sum(axis=1) / counts_SP[:, 0]
         return {
             "steps": steps,
             "step_ms": {
@@ -191,7 +192,8 @@ class Stepper:
                 "iterations": steps,
             },
             "tokens_per_step": float(np.mean([metrics.valid_targets for metrics in done])),
-            "drop_rate": float(sum(dropped) / valid),
+            "drop_rate": float(counts_SP[:, 1:].sum() / counts_SP[:, 0].sum()),
+            "drop_rates": [round(float(rate), 5) for rate in drop_rates],  # of each step
             "loss": float(done[-1].loss),
         }
 
