@@ -6,12 +6,18 @@ PYTHON := $(VENV)/bin/python
 ENVIRONMENT := $(VENV)/.installed
 ARGS :=
 LINT := lint-format lint-code lint-types lint-notebooks lint-sizes
+# The tests are split into processes: one that has compiled some thousand programs is near the limit of memory maps, and
+# XLA ends it with a segmentation fault. Each keeps about one core busy. JOBS of them run at a time, the longest first;
+# what a process prints is shown, whole, when it ends.
+TEST_FOLDERS := train ep kernels tools
+TEST_PARTS := $(TEST_FOLDERS:%=test-%) test-others
+JOBS := 2
 
 # $(call need,MODULE): one clear line when the tool of a target is missing from the environment.
 need = @$(PYTHON) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("$(1)") is None)' || \
 	{ echo "make $@: $(1) is missing from $(VENV); remove $(ENVIRONMENT) and try again" >&2; exit 1; }
 
-.PHONY: help tiny test lint format notebooks hooks $(LINT)
+.PHONY: help tiny test $(TEST_PARTS) lint format notebooks hooks $(LINT)
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 18
@@ -19,21 +25,22 @@ help: ## show this list
 tiny: $(ENVIRONMENT) ## train configs/tiny.toml on 8 virtual CPU devices; ARGS="--train.steps 20" changes a setting
 	@$(PYTHON) -m ep_jax.train --config configs/tiny.toml $(ARGS)
 
-# Three processes, one after the other: a process that has compiled a thousand programs is near the limit of memory maps,
-# and XLA ends it with a segmentation fault. Tests that call make must not inherit this make's variables.
+# Tests that call make must not inherit this make's variables.
 PYTEST := env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL -u VENV $(PYTHON) -m pytest
 
 test: $(ENVIRONMENT) ## run the tests; ARGS="tests/test_config.py" runs a part
 	$(call need,pytest)
 ifeq ($(strip $(ARGS)),)
-	@failed=0; \
-	$(PYTEST) tests/ep tests/model || failed=1; \
-	$(PYTEST) tests/train || failed=1; \
-	$(PYTEST) --ignore=tests/ep --ignore=tests/model --ignore=tests/train || failed=1; \
-	exit $$failed
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync $(TEST_PARTS)
 else
 	@$(PYTEST) $(ARGS)
 endif
+
+$(TEST_FOLDERS:%=test-%): test-%: $(ENVIRONMENT)
+	@$(PYTEST) tests/$*
+
+test-others: $(ENVIRONMENT)
+	@$(PYTEST) $(TEST_FOLDERS:%=--ignore=tests/%)
 
 lint: $(ENVIRONMENT) ## run what the pre-commit hooks run: format, lint, types, notebook pairs, file sizes
 	@$(MAKE) --no-print-directory --keep-going $(LINT)

@@ -47,6 +47,13 @@ class TrainConfig:
     )
     eval_every: int = setting(0, at_least=0, unit="steps", doc="held-out loss every so often; 0 = only at the end")
     eval_sequences: int = setting(64, at_least=1, unit="sequences", doc="held-out packed rows of one evaluation")
+    hang_timeout_s: int = setting(
+        0,
+        at_least=0,
+        unit="seconds",
+        doc="a step, evaluation or save that takes longer ends the process with exit code 8 and the stacks of all "
+        "threads; compiling is not counted; 0 = wait forever",
+    )
     compilation_cache: str = setting(
         "", doc="folder where compiled programs are kept for the next start; empty = as JAX_COMPILATION_CACHE_DIR says"
     )

@@ -17,6 +17,7 @@ CHECKPOINT_FAILED = 4  # a checkpoint could not be written; the run stopped inst
 INTERRUPTED = 5  # SIGTERM: the last completed step was saved; the same command resumes there
 NO_RENDEZVOUS = 6  # the other processes of the run did not come in time (distributed.py)
 MEMBERS_FAILED = 7  # a sweep went through, but some of its members failed, were refused or are not finished
+HUNG = 8  # a step, an evaluation or a save took longer than train.hang_timeout_s; stderr names it and has all stacks
 
 
 def run_main(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> NoReturn:

@@ -69,6 +69,11 @@ def start(config: RunConfig) -> Runtime:
     from ep_jax.compilation import use_cache
 
     use_cache(config.train.compilation_cache)
+    if platform != "cpu" and jax.default_backend() == "cpu":
+        raise ConfigError(
+            f"devices: JAX should have found a {platform} and runs on the CPU, its warning says why; "
+            "JAX_PLATFORMS=cpu allows that"
+        )
     from ep_jax.ep.choice import definite
 
     mesh_config = resolve(config.mesh, jax.device_count())

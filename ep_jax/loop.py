@@ -25,6 +25,7 @@ from ep_jax.signals import TerminationRequest
 from ep_jax.state import State
 from ep_jax.step import make_train_step
 from ep_jax.traces.recorder import TRACE_FOLDER, Recorder
+from ep_jax.watchdog import Watchdog
 
 
 @dataclasses.dataclass
@@ -49,11 +50,13 @@ class Loop:
         evaluator: Evaluator,
         termination: TerminationRequest,
         watch: CompileWatch,
+        watchdog: Watchdog,
     ):
         """watch: open since the run began; it is closed with the first step."""
         self.runtime, self.config = runtime, runtime.config
         self.state, self.start = start.state, start
         self.stream, self.evaluator, self.termination, self.watch = stream, evaluator, termination, watch
+        self.watchdog, self.has_evaluated = watchdog, False
         self.report = Report(runtime, first_step=start.step, totals=start.totals)
         self.delayed = DelayedMetrics()
         self.owed: Evaluation | None = None
@@ -72,7 +75,7 @@ class Loop:
         config, first_step = self.config, self.start.step
         if first_step >= config.train.steps:  # a run that ended in its final evaluation: only the report is missing
             return exits.DONE
-        self.owed = self._held_out() if self.start.owes_evaluation else None
+        self.owed = self._held_out(first_step) if self.start.owes_evaluation else None
         with contextlib.ExitStack() as stack:
             batches = self.stream.from_step(first_step)
             stack.callback(batches.close)
@@ -98,6 +101,8 @@ class Loop:
 
     def _launch(self, step: int, batch: Any) -> None:
         """Launches a step and reports the one before; the first step is waited for, and opens the run folder."""
+        waits = f", waiting for step {step - 1}," if self.report.is_open else ""
+        self.watchdog.enter(f"step {step}{waits}", limited=self.report.is_open)  # the first one compiles
         self.state, metrics = self.train_step(self.state, batch)
         routes, metrics = metrics.routes, metrics._replace(routes=None)
         finished = self.delayed.push(step, metrics)
@@ -143,14 +148,17 @@ class Loop:
         if save or evaluate:
             self._step_done(self.delayed.flush())  # the state is good up to here, and rows up to here exist
         if evaluate and not stop:
-            self.report.log_evaluation(step, self._held_out())
+            self.report.log_evaluation(step, self._held_out(step))
         if save:
+            self.watchdog.enter(f"the save of step {step}")
             saver.save(step, self.state, self._metadata(step) | {"owes_evaluation": evaluate and stop})
         if save or evaluate:
             self.report.clock.pause()
         return stop
 
-    def _held_out(self) -> Evaluation:
+    def _held_out(self, step: int) -> Evaluation:
+        self.watchdog.enter(f"the evaluation after step {step}", limited=self.has_evaluated)  # the first one compiles
+        self.has_evaluated = True
         return self.evaluator(self.state["params"], self.state["router"]["bias"], self.config.ep)
 
     def _metadata(self, step: int) -> dict[str, Any]:

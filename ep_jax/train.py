@@ -45,6 +45,7 @@ def train(config: RunConfig, termination: TerminationRequest, watch: CompileWatc
     from ep_jax.report import SUMMARY_FILE
     from ep_jax.state import init_state, restore_state
     from ep_jax.trackers import check_packages
+    from ep_jax.watchdog import Watchdog
 
     # 2. Data.
     config, mesh, say = runtime.config, runtime.mesh, runtime.say
@@ -74,8 +75,9 @@ def train(config: RunConfig, termination: TerminationRequest, watch: CompileWatc
     # 4. Steps.
     began = time.perf_counter()
     evaluator = Evaluator(config, mesh, dataset.held_out)
-    loop = Loop(runtime, beginning, stream, evaluator, termination, watch)
-    code = loop.run()
+    with Watchdog(config.train.hang_timeout_s, exits.HUNG) as watchdog:
+        loop = Loop(runtime, beginning, stream, evaluator, termination, watch, watchdog)
+        code = loop.run()
     seconds = time.perf_counter() - began
     if code != exits.DONE:
         loop.report.close({})

@@ -62,6 +62,15 @@ def _varying_axes(array: jax.Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
+def check_rows(rows_NH: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raises NotImplementedError where a row is not made of whole 16-byte accesses of 2- or 4-byte elements."""
+    if rows_NH.dtype.itemsize not in (2, 4) or rows_NH.shape[1] % 8:
+        raise NotImplementedError(
+            f"rows of {rows_NH.shape[1]} x {rows_NH.dtype}: the kernels take elements of 2 or 4 bytes and widths "
+            "that are multiples of 8"
+        )
+
+
 def ceil_div(value: int, divisor: int) -> int:
     """value / divisor, rounded up."""
     return -(-value // divisor)

@@ -1,16 +1,19 @@
 """Checks and times every launch of every kernel on one GPU: `python -m kernels.tune --out kernels.json` in a checkout.
 
-For one GPU's share of the benchmark shapes at ep 2. Of each operation all launches are tried on the first shape, the
-best few on the others. A launch is checked against the plain reference, in memory that was filled with NaN where the
-allocator is likely to put outputs, then timed on the host, many calls at once; the best few get device times from a
-trace. The winners also run on experts of awkward sizes between rows of NaN. Rates count rows read and written, or
-floating-point operations on owned rows, with integer planning in the time; beside them stand this GPU's copy and XLA's
-own way of doing the same, measured in the same run. A layer's benchmark is tools.bench.
+For one GPU's share of the benchmark shapes at ep 2. An operation may be done in several ways: `triton`, `hopper`
+(Pallas Mosaic GPU), and `tokamax`, for comparison, where it is installed. Of each way all launches are tried the first
+time, the best few on other shapes. A launch is checked against the plain reference, in memory that was filled with NaN
+where the allocator is likely to put outputs, then timed on the host, many calls at once; the best few get device times
+from a trace. The winners also run on experts of awkward sizes between rows of NaN. Rates count rows read and written,
+or floating-point operations on owned rows, with integer planning in the time; beside them stand this GPU's copy and
+XLA's own way of doing the same, measured in the same run. A layer's benchmark is tools.bench.
 """
 
 import argparse
 import dataclasses
 import importlib.metadata
+import importlib.util
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -22,54 +25,74 @@ import jax.numpy as jnp
 import numpy as np
 
 from tools.bench.ceilings import fastest_copy
-from tools.bench.shapes import shape_of
+from tools.bench.shapes import ROUTINGS, shape_of
 from tools.bench.timing import measure
 
-from .tune_cases import Case, combine_cases, edge_cases, gather_cases, matmul_cases, swiglu_cases
+from .tune_cases import TOKAMAX, WAYS, Case, combine_cases, edge_cases, gather_cases, matmul_cases, swiglu_cases
 
 MAKERS = {"gather": gather_cases, "combine": combine_cases, "matmul": matmul_cases, "swiglu": swiglu_cases}
+Ranking = dict[tuple[str, str], list[Any]]  # launches by operation and way, the fastest first
 # Largest allowed |found - wanted| / |wanted| of a row or an expert in the Euclidean norm. Kernel and reference round to
 # bfloat16 (2^-9) in different places, up to four times together; a lost block of rows or columns costs far more.
 TOLERANCE = 1e-2
 
 
 def main() -> None:
-    """Exits with 1 when a launch was wrong or failed; the results are written after every case."""
+    """Exits with 1 when a launch of ours was wrong or failed; the results are written after every case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="results, JSON")
     parser.add_argument(
         "--shapes", nargs="+", default=["A", "C", "B"], help="of tools.bench; all launches on the first"
     )
     parser.add_argument("--cases", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--routings", nargs="+", default=["uniform"], choices=ROUTINGS)
     parser.add_argument("--keep", type=int, default=3, help="launches with device times, and tried on the other shapes")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=270.0, help="after this no further launch is begun")
     arguments = parser.parse_args()
     begun = time.monotonic()
+    if TOKAMAX in arguments.ways and importlib.util.find_spec(TOKAMAX) is None:
+        print("tokamax is not installed (pip install 'ep-jax[cuda]'): no comparison with it", flush=True)
+        arguments.ways.remove(TOKAMAX)
     record: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jax", "jax-triton", "triton")}
     record |= {"device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d"), "seconds": arguments.seconds}
     record |= {"copy_tb_per_s": copy_rate(arguments.iterations), "rows": []}
     print(json.dumps(record), flush=True)
-    ranking: dict[str, list[Any]] = {}
-    for shape in map(shape_of, arguments.shapes):
-        for kind in arguments.cases:
-            for case in MAKERS[kind](shape):
-                launches = ranking[case.name][: arguments.keep] if case.name in ranking else case.launches
-                tried = try_launches(case, launches, begun + arguments.seconds)
-                best = sorted((trial for trial in tried if trial.row["ok"]), key=lambda trial: trial.row["host_ms"])
-                measure_trials(case, best[: arguments.keep], arguments.iterations)
-                record["rows"] += [trial.row for trial in tried]
-                arguments.out.write_text(json.dumps(record, indent=1))
-                best.sort(key=lambda trial: trial.row.get("median_ms", float("inf")))
-                ranking.setdefault(case.name, [trial.launch for trial in best] or [*launches])
-    for case in edge_cases(arguments.cases):
-        record["rows"] += [trial.row for trial in try_launches(case, ranking[case.name][:1], float("inf"))]
+    ranking: Ranking = {}
+    ends = begun + arguments.seconds
+    for shape, kind in itertools.product(map(shape_of, arguments.shapes), arguments.cases):
+        for case in MAKERS[kind](shape, arguments.routings):
+            record["rows"] += tune(case, arguments.ways, ranking, ends, arguments.keep, arguments.iterations)
+            arguments.out.write_text(json.dumps(record, indent=1))
+    for case in edge_cases():
+        for name in (name for name in case.ways if (case.name, name) in ranking):
+            tried = try_launches(case, name, ranking[case.name, name][:1], float("inf"))
+            record["rows"] += [trial.row for trial in tried]
     arguments.out.write_text(json.dumps(record, indent=1))
-    for name, launches in ranking.items():
-        print(f"{name}: {launches[0]}")
+    for (name, way), launches in ranking.items():
+        print(f"{name} by {way}: {launches[0]}")
     wrong = [row for row in record["rows"] if not row["ok"]]
     print(f"{len(record['rows'])} tried, {len(wrong)} wrong or failed, {time.monotonic() - begun:.0f} s")
-    raise SystemExit(bool(wrong))
+    raise SystemExit(any(row["way"] != TOKAMAX for row in wrong))
+
+
+def tune(
+    case: Case, ways: Sequence[str], ranking: Ranking, ends: float, keep: int, iterations: int
+) -> list[dict[str, Any]]:
+    """Tries all launches of a way that is new to the operation, else its best few; times the best; rows of results."""
+    right: dict[str, list[Trial]] = {}
+    rows = []
+    for name in (name for name in case.ways if name in ways):
+        launches = ranking[case.name, name][:keep] if (case.name, name) in ranking else case.ways[name].launches
+        tried = try_launches(case, name, launches, ends)
+        right[name] = sorted((trial for trial in tried if trial.row["ok"]), key=lambda trial: trial.row["host_ms"])
+        rows += [trial.row for trial in tried]
+    measure_trials(case, [trial for trials in right.values() for trial in trials[:keep]], iterations)
+    for name, trials in right.items():
+        trials.sort(key=lambda trial: trial.row.get("median_ms", float("inf")))
+        ranking.setdefault((case.name, name), [trial.launch for trial in trials] or [*case.ways[name].launches])
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,32 +104,35 @@ class Trial:
     row: dict[str, Any]
 
 
-def try_launches(case: Case, launches: Sequence[Any], ends: float) -> list[Trial]:
-    """Compiles, checks and times on the host each launch, until the clock says `ends`."""
+def try_launches(case: Case, way: str, launches: Sequence[Any], ends: float) -> list[Trial]:
+    """Compiles, checks and times on the host each launch of a way, until the clock says `ends`."""
+    title = f"{case.name} {case.shape} {way}"
     wanted = jax.block_until_ready(jax.jit(case.reference)(*case.arguments))
     trials = []
     for position, launch in enumerate(launches):
         if time.monotonic() > ends:
-            print(f"{case.name} {case.shape}: no time for {len(launches) - position} more launches", flush=True)
+            print(f"{title}: no time for {len(launches) - position} more launches", flush=True)
             break
-        row: dict[str, Any] = {"case": case.name, "shape": case.shape, "launch": str(launch), "ok": False}
+        row: dict[str, Any] = {"case": case.name, "shape": case.shape, "way": way, "launch": str(launch), "ok": False}
         function = None
         try:
-            function = jax.jit(case.run(launch)).lower(*case.arguments).compile()
+            function = jax.jit(case.ways[way].run(launch)).lower(*case.arguments).compile()
             fill_with_nan(wanted)
             error = relative_error(function(*case.arguments), wanted, case.owned)
             row |= {"ok": error <= TOLERANCE, "error": error, "host_ms": host_ms(function, case.arguments)}
         except Exception as failure:  # whatever the compiler or the driver says to one launch, the others are tried
             row["failed"] = " ".join(str(failure).split())[:500]
         if not row["ok"]:
-            print(f"{case.name} {case.shape}: WRONG {row.get('failed', row.get('error'))}  {launch}", flush=True)
+            print(f"{title}: WRONG {row.get('failed', row.get('error'))}  {launch}", flush=True)
         trials.append(Trial(launch, function, row))
-    print(f"{case.name} {case.shape}: {sum(trial.row['ok'] for trial in trials)} launches are right", flush=True)
+    print(f"{title}: {sum(trial.row['ok'] for trial in trials)} launches are right", flush=True)
     return trials
 
 
 def measure_trials(case: Case, trials: Sequence[Trial], iterations: int) -> None:
     """Device times and rates of some launches and of XLA's own way, added to their rows and printed."""
+    if not trials:
+        return
     times = measure(jax.jit(case.baseline), *case.baseline_arguments, iterations=iterations, warmup=1)
     xla_rate = case.baseline_work / times.median * 1e-9
     print(f"  XLA     {times.median:9.4f} ms {xla_rate:8.3f} {case.unit}", flush=True)
@@ -117,7 +143,7 @@ def measure_trials(case: Case, trials: Sequence[Trial], iterations: int) -> None
         trial.row.update(times.as_json(), rate=rate, unit=case.unit, xla_rate=xla_rate)
         print(
             f"  {times.source:<8}{times.median:9.4f} ms {rate:8.3f} {case.unit} {rate / xla_rate:6.2f} x XLA "
-            f" error {trial.row['error']:.1e}  {trial.launch}",
+            f" error {trial.row['error']:.1e}  {trial.row['way']} {trial.launch}",
             flush=True,
         )
 

@@ -4,15 +4,17 @@ Letters as in tools/bench/shapes.py; one GPU's share at ep 2. Rows are random; t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from tools.bench.shapes import Shape, routing
 
+from . import call
 from .combine_rows import op as combine_op
 from .combine_rows import reference as combine_reference
 from .gather_rows import op as gather_op
@@ -20,13 +22,24 @@ from .gather_rows import reference as gather_reference
 from .grouped_matmul import op as matmul_op
 from .grouped_matmul import reference as matmul_reference
 from .grouped_matmul.tiles import Groups, capacity_groups, ragged_groups
+from .grouped_matmul_mgpu import op as hopper_op
 from .swiglu import op as swiglu_op
 from .swiglu import reference as swiglu_reference
 
 SHARDS = 2
 SLACK = 1.05  # rows of a buffer per row that is used
-EDGE_SIZES = (0, 1, 7, 63, 64, 65, 300)
-EDGE_WIDTHS = 264, 392  # multiples of 8 that no block divides
+EDGE_SIZES = (0, 1, 7, 63, 64, 65, 300, 0, 128, 5)
+EDGE_WIDTHS = {"triton": (264, 392), "hopper": (512, 1024)}  # of which no block divides Triton's
+TOKAMAX = "tokamax"
+WAYS = ("triton", "hopper", TOKAMAX)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to do a case's operation: launches, and what a launch makes a function of the case's arguments."""
+
+    launches: Sequence[Any]
+    run: Callable[..., Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +48,7 @@ class Case:
 
     name: str
     shape: str
-    launches: Sequence[Any]
-    run: Callable[..., Callable[..., Any]]  # of a launch; gives a function of `arguments`
+    ways: Mapping[str, Way]
     arguments: tuple[Any, ...]
     reference: Callable[..., Any]  # of `arguments`
     baseline: Callable[..., Any]  # of `baseline_arguments`: XLA's own way
@@ -47,7 +59,11 @@ class Case:
     owned: np.ndarray | None = None  # bool per row of the output, where not all of them count
 
 
-def gather_cases(shape: Shape) -> Iterator[Case]:
+def triton(launches: Sequence[Any], run: Callable[..., Callable[..., Any]]) -> dict[str, Way]:
+    return {"triton": Way(launches, run)}
+
+
+def gather_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:
     """Expansion of tokens into a payload with empty slots, and a permutation of payload rows."""
     rng = np.random.default_rng(0)
     slots = buffer_rows(shape)
@@ -62,8 +78,9 @@ def gather_cases(shape: Shape) -> Iterator[Case]:
         yield Case(
             name=name,
             shape=shape.name,
-            launches=gather_op.CANDIDATES,
-            run=lambda launch: lambda *given: gather_op.gather_rows(*given, launch=launch),
+            ways=triton(
+                gather_op.CANDIDATES, lambda launch: lambda *given: gather_op.gather_rows(*given, launch=launch)
+            ),
             arguments=(rows, jnp.asarray(index)),
             reference=gather_reference.gather_rows,
             baseline=gather_reference.gather_rows,
@@ -74,7 +91,8 @@ def gather_cases(shape: Shape) -> Iterator[Case]:
         )
 
 
-def combine_cases(shape: Shape) -> Iterator[Case]:
+def combine_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:
+    """Random places; nothing here depends on a routing."""
     rng = np.random.default_rng(1)
     slots = buffer_rows(shape)
     place = rng.permutation(slots)[: shape.rows].astype(np.int32)
@@ -87,13 +105,15 @@ def combine_cases(shape: Shape) -> Iterator[Case]:
     backward = (d_out, rows, weights, place, jnp.asarray(assignment))
 
     def plain(rows, weights, place):
-        return combine_reference.combine_rows(rows, weights, place, rows.dtype)
+        return combine_reference.weighted_sum(rows, weights, place, rows.dtype)
+
+    def run(launch):
+        return lambda rows, weights, place: combine_op.weighted_sum(rows, weights, place, rows.dtype, launch)
 
     yield Case(
         name="combine forward",
         shape=shape.name,
-        launches=combine_op.FORWARD_CANDIDATES,
-        run=lambda launch: lambda x, w, place: combine_op.weighted_sum(x, w, place, x.dtype, launch),
+        ways=triton(combine_op.FORWARD_CANDIDATES, run),
         arguments=forward,
         reference=plain,
         baseline=plain,
@@ -105,8 +125,10 @@ def combine_cases(shape: Shape) -> Iterator[Case]:
     yield Case(
         name="combine backward",
         shape=shape.name,
-        launches=combine_op.BACKWARD_CANDIDATES,
-        run=lambda launch: lambda *given: combine_op.combine_rows_gradient(*given, launch=launch),
+        ways=triton(
+            combine_op.BACKWARD_CANDIDATES,
+            lambda launch: lambda *given: combine_op.combine_rows_gradient(*given, launch=launch),
+        ),
         arguments=backward,
         reference=combine_reference.combine_rows_gradient,
         baseline=combine_reference.combine_rows_gradient,
@@ -117,14 +139,18 @@ def combine_cases(shape: Shape) -> Iterator[Case]:
     )
 
 
-def matmul_cases(shape: Shape) -> Iterator[Case]:
-    """The product with w_gate_up on ragged rows, routed uniformly."""
-    yield from product_cases(shape.name, *routed_groups(shape), (shape.width, 2 * shape.hidden))
+def matmul_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:
+    """The products with both matrices on ragged rows."""
+    for kind in routings:
+        groups, num_rows = routed_groups(shape, kind)
+        for widths in ((shape.width, 2 * shape.hidden), (shape.hidden, shape.width)):
+            title = f"{shape.name} {kind} {widths[0]} -> {widths[1]}"
+            yield from product_cases(title, groups, num_rows, widths, by=WAYS)
 
 
-def swiglu_cases(shape: Shape) -> Iterator[Case]:
-    """SwiGLU of weighted rows routed uniformly, and its gradient."""
-    groups, num_rows = routed_groups(shape)
+def swiglu_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:
+    """SwiGLU of weighted rows routed in the first way, and its gradient."""
+    groups, num_rows = routed_groups(shape, routings[0])
     owned, hidden = owned_rows(groups, num_rows), shape.hidden
     used = float(owned.sum())
     hidden_R2F, d_middle_RF = (
@@ -135,8 +161,9 @@ def swiglu_cases(shape: Shape) -> Iterator[Case]:
     yield Case(
         name="swiglu forward",
         shape=shape.name,
-        launches=swiglu_op.FORWARD_CANDIDATES,
-        run=lambda launch: lambda x, w, groups: swiglu_op.swiglu(x, groups, w, launch),
+        ways=triton(
+            swiglu_op.FORWARD_CANDIDATES, lambda launch: lambda x, w, groups: swiglu_op.swiglu(x, groups, w, launch)
+        ),
         arguments=(hidden_R2F, weights_R, groups),
         reference=lambda x, w, groups: swiglu_reference.swiglu(x, w),
         baseline=swiglu_reference.swiglu,
@@ -149,8 +176,10 @@ def swiglu_cases(shape: Shape) -> Iterator[Case]:
     yield Case(
         name="swiglu gradient",
         shape=shape.name,
-        launches=swiglu_op.BACKWARD_CANDIDATES,
-        run=lambda launch: lambda x, d, w, groups: swiglu_op.swiglu_gradient(x, d, groups, w, launch),
+        ways=triton(
+            swiglu_op.BACKWARD_CANDIDATES,
+            lambda launch: lambda x, d, w, groups: swiglu_op.swiglu_gradient(x, d, groups, w, launch),
+        ),
         arguments=(hidden_R2F, d_middle_RF, weights_R, groups),
         reference=lambda x, d, w, groups: swiglu_reference.swiglu_gradient(x, d, w),
         baseline=swiglu_reference.swiglu_gradient,
@@ -162,8 +191,10 @@ def swiglu_cases(shape: Shape) -> Iterator[Case]:
     )
 
 
-def product_cases(name: str, groups: Groups, num_rows: int, widths: tuple[int, int]) -> Iterator[Case]:
-    """Forward and both gradients; the baselines are batched einsums on balanced rows."""
+def product_cases(
+    title: str, groups: Groups, num_rows: int, widths: tuple[int, int], by: Sequence[str]
+) -> Iterator[Case]:
+    """Forward and both gradients, in the ways named `by`; the baselines are batched einsums on balanced rows."""
     (k, n), experts, owned = widths, groups.sizes_e.shape[0], owned_rows(groups, num_rows)
     even = int(owned.sum()) // experts
     poison = jnp.asarray(owned)[:, None]
@@ -171,60 +202,101 @@ def product_cases(name: str, groups: Groups, num_rows: int, widths: tuple[int, i
     weights = normal(5, (experts, k, n)) * k**-0.5
     x_even, d_even = normal(6, (experts, even, k)), normal(7, (experts, even, n))
     shared = {
-        "shape": name,
-        "launches": matmul_op.CANDIDATES,
+        "shape": title,
         "work": 2.0 * k * n * float(owned.sum()),
         "baseline_work": 2.0 * k * n * even * experts,
         "unit": "TFLOP/s",
     }
-    yield Case(
-        name="matmul forward",
-        run=lambda launch: lambda x, w, groups: matmul_op.product(x, w, groups, launch=launch),
+
+    def case(name: str, ways: Mapping[str, Way], **rest: Any) -> Case:
+        return Case(name=name, ways={way: ways[way] for way in by if way in ways}, **rest, **shared)
+
+    yield case(
+        "matmul forward",
+        row_product_ways(transposed=False),
         arguments=(x, weights, groups),
         reference=matmul_reference.grouped_matmul,
         baseline=lambda x, w: jnp.einsum("erk,ekn->ern", x, w),
         baseline_arguments=(x_even, weights),
         owned=owned,
-        **shared,
     )
-    yield Case(
-        name="matmul row gradient",
-        run=lambda launch: lambda d, w, groups: matmul_op.product(d, w, groups, transposed=True, launch=launch),
+    yield case(
+        "matmul row gradient",
+        row_product_ways(transposed=True),
         arguments=(d_out, weights, groups),
         reference=lambda d, w, groups: matmul_reference.grouped_matmul(d, w.swapaxes(1, 2), groups),
         baseline=lambda d, w: jnp.einsum("ern,ekn->erk", d, w),
         baseline_arguments=(d_even, weights),
         owned=owned,
-        **shared,
     )
-    yield Case(
-        name="matmul weight gradient",
-        run=lambda launch: lambda x, d, groups: matmul_op.weight_product(x, d, groups, x.dtype, launch),
+    yield case(
+        "matmul weight gradient",
+        weight_product_ways(),
         arguments=(x, d_out, groups),
         reference=lambda x, d, groups: matmul_reference.grouped_weight_gradient(x, d, groups, x.dtype),
         baseline=lambda x, d: jnp.einsum("erk,ern->ekn", x, d),
         baseline_arguments=(x_even, d_even),
-        **shared,
     )
 
 
-def edge_cases(kinds: Sequence[str]) -> Iterator[Case]:
+def row_product_ways(*, transposed: bool) -> dict[str, Way]:
+    def run(product):
+        return lambda launch: lambda x, w, groups: product(x, w, groups, transposed=transposed, launch=launch)
+
+    return {
+        "triton": Way(matmul_op.CANDIDATES, run(matmul_op.product)),
+        "hopper": Way(hopper_op.CANDIDATES, run(hopper_op.product)),
+        TOKAMAX: tokamax_way(summed=(1, 2 if transposed else 1), experts=(0,)),
+    }
+
+
+def weight_product_ways() -> dict[str, Way]:
+    def run(launch):
+        return lambda x, d_out, groups: matmul_op.weight_product(x, d_out, groups, x.dtype, launch)
+
+    return {"triton": Way(matmul_op.CANDIDATES, run), TOKAMAX: tokamax_way(summed=(0, 0), experts=())}
+
+
+def tokamax_way(summed: tuple[int, int], experts: tuple[int, ...]) -> Way:
+    """Its product of ragged rows, not tuned; "mosaic" is its implementation for Hopper."""
+    left, right = summed
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([left], [right]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=experts
+    )
+
+    def run(implementation):
+        import tokamax
+
+        return lambda one, other, groups: tokamax.ragged_dot_general(
+            one, other, groups.sizes_e, dimensions, implementation=implementation
+        )
+
+    return Way(("mosaic",), run)
+
+
+def edge_cases() -> Iterator[Case]:
     """Grouped products on experts of awkward sizes, contiguous and at a fixed distance, between rows of NaN."""
     sizes = jnp.array(EDGE_SIZES, jnp.int32)
+    most = whole(max(EDGE_SIZES))
     for layout, groups, num_rows in (
-        ("ragged", ragged_groups(sizes), sum(EDGE_SIZES) + 100),
-        ("capacity", capacity_groups(sizes, max(EDGE_SIZES)), max(EDGE_SIZES) * len(EDGE_SIZES)),
+        ("ragged", ragged_groups(sizes), whole(sum(EDGE_SIZES) + 100)),
+        ("capacity", capacity_groups(sizes, most), most * len(EDGE_SIZES)),
     ):
-        if "matmul" in kinds:
-            yield from product_cases(f"edges {layout}", groups, num_rows, EDGE_WIDTHS)
+        for way, widths in EDGE_WIDTHS.items():
+            yield from product_cases(f"edges {layout}", groups, num_rows, widths, by=(way,))
 
 
-def routed_groups(shape: Shape, kind: str = "uniform") -> tuple[Groups, int]:
+def routed_groups(shape: Shape, kind: str) -> tuple[Groups, int]:
     """(contiguous groups, rows of the buffer) of the first GPU."""
     experts = shape.num_experts(SHARDS) // SHARDS
     ids, _ = routing(kind, shape, SHARDS)
     sizes = np.bincount(ids.ravel(), minlength=SHARDS * experts)[:experts].astype(np.int32)
-    return ragged_groups(jnp.asarray(sizes)), max(buffer_rows(shape), int(sizes.sum()))
+    return ragged_groups(jnp.asarray(sizes)), whole(max(buffer_rows(shape), int(sizes.sum())))
+
+
+def whole(num_rows: int) -> int:
+    """Rows of a buffer that every way takes: tokamax's weight gradient wants a multiple of 64."""
+    return call.ceil_div(num_rows, 64) * 64
 
 
 def buffer_rows(shape: Shape) -> int:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 ACCEPTED_KEYS = """
 run_dir resume
 train.steps train.seed train.sequences_per_step train.accumulation train.eval_every train.eval_sequences
-train.compilation_cache
+train.hang_timeout_s train.compilation_cache
 mesh.replica mesh.fsdp mesh.ep mesh.domain_size
 data.source data.path data.jsonl_field data.tokenizer data.sequence_length data.held_out_fraction data.cache_dir
 data.verify data.prefetch

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -146,6 +147,61 @@ def test_a_target_without_its_tool_says_so_in_one_line(tmp_path):
         result.stderr.splitlines()[0]
         == "make test: pytest is missing from .venv; remove .venv/.installed and try again"
     )
+
+
+@pytest.fixture
+def stub_tests(tmp_path):
+    """Makes a checkout whose pytest is a shell script that gets the folders as "$@"; returns the checkout."""
+
+    def make(script):
+        folder = checkout(tmp_path / "source")
+        python = folder / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/bash\n[ "$1" = -c ] && exit\nshift 2\n{script}\n')
+        python.chmod(0o755)
+        (folder / ".venv/.installed").touch()
+        return folder
+
+    return make
+
+
+def test_every_part_runs_and_its_output_stays_together(stub_tests):
+    folder = stub_tests('echo "begin $@"; sleep 0.2; echo "end $@"; [ "$1" != tests/train ]')
+    result = run("make", "--silent", "test", cwd=folder)
+    assert result.returncode != 0
+    assert "test-train] Error 1" in result.stderr
+    begins, ends = result.stdout.splitlines()[::2], result.stdout.splitlines()[1::2]
+    arguments = [line.removeprefix("begin ") for line in begins]
+    assert arguments == [line.removeprefix("end ") for line in ends]
+    folders = {text for text in arguments if text.startswith("tests/")}
+    [others] = set(arguments) - folders
+    assert set(others.split()) == {f"--ignore={folder}" for folder in folders}
+    assert all((ROOT / folder).is_dir() for folder in folders)
+
+
+def test_tests_that_pass_pass(stub_tests):
+    assert run("make", "--silent", "test", cwd=stub_tests("true")).returncode == 0
+
+
+def test_an_ended_make_leaves_no_part_running(stub_tests):
+    folder = stub_tests("echo $$ >>started; exec sleep 60")
+    make = subprocess.Popen(("make", "--silent", "test"), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: (folder / "started").exists() and len((folder / "started").read_text().split()) == 2)
+        make.terminate()
+        make.communicate(timeout=20)  # until all have closed its end of the pipe
+    finally:
+        make.kill()
+    started = (folder / "started").read_text().split()
+    assert len(started) == 2
+    until(lambda: not any(Path("/proc", number).exists() for number in started))
+
+
+def until(condition, limit_s=20):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_large_files_are_refused(tmp_path):

@@ -3,21 +3,28 @@
 Letters: e local experts, R rows per expert, N rows in all, H routed width, F expert hidden width.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.grouped_matmul.tiles import ragged_groups
+from ep_jax_kernels.grouped_mlp.op import capacity_mlp, grouped_mlp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep import blocks, implementations
 
 
-class CapacityRows(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CapacityRows:
     """The same number of rows for each expert; rows that hold no token are zero."""
 
     rows_eRH: jax.Array
     sizes_e: jax.Array | None = None  # int32: an expert's tokens are in its first rows; None: they may be in any
+    # Mean of sizes_e on balanced routing, known without counts; whether padding is worth skipping depends on it.
+    expected_rows: float = dataclasses.field(default=0.0, metadata=dict(static=True))
 
 
 class RaggedRows(NamedTuple):
@@ -38,33 +45,27 @@ def swiglu_experts(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eF
     may be anything where a kernel computes them, and zero otherwise.
     """
 
-    def kernel():
-        return _by_kernel(expert_rows, w_gate_up_eH2F, w_down_eFH)
-
-    def plain():
-        if isinstance(expert_rows, CapacityRows):
-            hidden_eR2F = _named(jnp.einsum("erh,ehf->erf", expert_rows.rows_eRH, w_gate_up_eH2F))
-            return jnp.einsum("erf,efh->erh", _gate(hidden_eR2F), w_down_eFH)
-        return _ragged(expert_rows, w_gate_up_eH2F, w_down_eFH)
-
-    return implementations.first("experts", implementations.chosen(), kernel, plain)
+    return implementations.first("experts", _by_kernel, _by_xla, expert_rows, w_gate_up_eH2F, w_down_eFH)
 
 
 def _by_kernel(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.Array) -> jax.Array:
-    from ep_jax_kernels.grouped_matmul.tiles import capacity_groups, ragged_groups
-    from ep_jax_kernels.grouped_mlp.op import grouped_mlp
-
     if isinstance(expert_rows, RaggedRows):
         rows_NH, sizes_e, weights_N = expert_rows
         return grouped_mlp(rows_NH, w_gate_up_eH2F, w_down_eFH, ragged_groups(sizes_e), weights_N)
-    rows_eRH, sizes_e = expert_rows
-    if sizes_e is None:
+    if expert_rows.sizes_e is None:
         raise NotImplementedError("an expert's tokens are not in its first rows")
-    if rows_eRH.dtype == jnp.float32:  # exact products without tensor cores: padding costs less than that
+    if expert_rows.rows_eRH.dtype == jnp.float32:  # exact products without tensor cores: padding costs less than that
         raise NotImplementedError("float32 rows at a fixed distance")
-    groups = capacity_groups(sizes_e, rows_eRH.shape[1])
-    rows_NH = rows_eRH.reshape(-1, rows_eRH.shape[2])
-    return grouped_mlp(rows_NH, w_gate_up_eH2F, w_down_eFH, groups).reshape(rows_eRH.shape)
+    return capacity_mlp(
+        expert_rows.rows_eRH, w_gate_up_eH2F, w_down_eFH, expert_rows.sizes_e, expert_rows.expected_rows
+    )
+
+
+def _by_xla(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.Array) -> jax.Array:
+    if isinstance(expert_rows, RaggedRows):
+        return _ragged(expert_rows, w_gate_up_eH2F, w_down_eFH)
+    hidden_eR2F = _named(jnp.einsum("erh,ehf->erf", expert_rows.rows_eRH, w_gate_up_eH2F))
+    return jnp.einsum("erf,efh->erh", _gate(hidden_eR2F), w_down_eFH)
 
 
 def _ragged(expert_rows: RaggedRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.Array) -> jax.Array:

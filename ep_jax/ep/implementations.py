@@ -2,7 +2,7 @@
 
 The kernels (folder kernels/, installed as `ep_jax_kernels`) need an NVIDIA GPU and jax-triton. Where both are there,
 `ep.kernels = "auto"` takes them. A kernel refuses what it does not do with NotImplementedError; only that falls through
-to XLA, and is logged once.
+to XLA, and is logged once. The choice is made when an operation is traced; its derivative belongs to what was chosen.
 """
 
 import contextlib
@@ -42,18 +42,18 @@ def why_no_kernels() -> str:
 
 @functools.cache
 def _missing_package() -> str:
-    missing = [name for name in ("ep_jax_kernels", "jax_triton") if importlib.util.find_spec(name) is None]
-    return f"{', '.join(missing)} not installed (pip install 'ep-jax[cuda]')" if missing else ""
+    installed = importlib.util.find_spec("jax_triton") is not None
+    return "" if installed else "jax_triton not installed (pip install 'ep-jax[cuda]')"
 
 
-def first(operation: str, implementation: str, kernel: Callable[[], Any], plain: Callable[[], Any]) -> Any:
-    """kernel() where `implementation` is "triton" and the kernel takes these arguments, else plain()."""
-    if implementation == "triton":
+def first(operation: str, kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+    """kernel(*arguments) where kernels are chosen and it takes these arguments, else plain(*arguments)."""
+    if chosen() == "triton":
         try:
-            return kernel()
+            return kernel(*arguments)
         except NotImplementedError as refusal:
             _log_once(f"{operation} by XLA: {refusal}")
-    return plain()
+    return plain(*arguments)
 
 
 @functools.cache

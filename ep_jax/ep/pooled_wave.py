@@ -125,6 +125,12 @@ class PooledWave(ReturnsRows):
         """Static R."""
         return self.receiver.static_rows(self.shape.tokens * self.shape.num_shards)
 
+    @property
+    def balanced_rows(self) -> float:
+        """Of the R rows, those that balanced routing of all tokens fills in a wave, after the senders' drops."""
+        routed = self.shape.num_shards * self.shape.assignments / (self.shape.num_experts * self.waves)
+        return min(1.0, self.settings.sender_factor) * routed
+
     def plan(self, routes: Routes) -> SenderPlan:
         """The source's integers for all waves."""
         place, assignment, local_id = plan_sender(routes, self.shape, self.pool, self.settings.order, self.waves)
@@ -154,7 +160,7 @@ class PooledWave(ReturnsRows):
         held = move_rows(rows_XH, layout.rows_of(arrival.slot_C), layout.by_row(arrival.row_SP)[:, None])
         if self.settings.receive == "pool":
             return RaggedRows(held, arrival.sizes_e), arrival
-        return CapacityRows(held.reshape(local, self.expert_rows, -1), arrival.sizes_e), arrival
+        return CapacityRows(held.reshape(local, self.expert_rows, -1), arrival.sizes_e, self.balanced_rows), arrival
 
     def accept(self, local_id_SP: jax.Array, expert_limit: jax.Array) -> Arrival:
         """The receiver's part of one wave's plan, from the ids that arrived (-1 in empty slots)."""

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep.agreed import Receivers, gather_counts, in_cells, storage_starts
+from ep_jax.ep.agreed import Receivers, gather_counts, storage_starts
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
-from ep_jax.ep.ranking import invert
+from ep_jax.ep.ranking import invert, rank_in_group
 from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows
@@ -32,7 +32,35 @@ class RowwisePlan(NamedTuple):
     assignment_Q: jax.Array  # its inverse
     sent_TK: jax.Array  # bool: every valid assignment; drops are the receivers'
     sizes_We: tuple[jax.Array, ...]  # rows that arrive for this shard's experts, by wave
-    weights_TK: jax.Array | None = None  # by which experts multiply their results; None: combine does
+
+
+class Homes(NamedTuple):
+    """Where assignments go, int32; of invalid ones the first two are unspecified."""
+
+    destination_A: jax.Array
+    wave_A: jax.Array
+    row_A: jax.Array  # of the destination's buffer of that wave; -1 when dropped or invalid
+
+
+def find_homes(
+    ids_A: jax.Array, rank_A: jax.Array, source_A: jax.Array, kept_SDe: jax.Array, receivers: Receivers
+) -> Homes:
+    """The homes of any shards' assignments, from everybody's agreed rows; no collectives.
+
+    ids_A is -1 at invalid tokens, rank_A counts the earlier assignments of the same source and expert; source_A may be
+    one number. Any shape instead of [A].
+    """
+    destination_A, local_A = ids_A // receivers.shape.local_experts, ids_A % receivers.shape.local_experts
+    starts = [storage_starts(kept_SDe[:, :, receivers.experts_of(wave)]) for wave in range(receivers.waves)]
+    start_A = jnp.concatenate(starts, axis=1)[destination_A, local_A, source_A]
+    kept_A = (ids_A >= 0) & (rank_A < kept_SDe[source_A, destination_A, local_A])
+    return Homes(destination_A, local_A // receivers.group, jnp.where(kept_A, start_A + rank_A, -1))
+
+
+def arriving(kept_SDe: jax.Array, me: jax.Array, receivers: Receivers) -> tuple[jax.Array, ...]:
+    """int32 [e of the wave] by wave: rows that arrive for the experts of shard `me`."""
+    arriving_e = kept_SDe[:, me].sum(axis=0, dtype=jnp.int32)
+    return tuple(arriving_e[receivers.experts_of(wave)] for wave in range(receivers.waves))
 
 
 def route_map(ids_TK: jax.Array, kept_SDe: jax.Array, me: jax.Array, receivers: Receivers) -> jax.Array:
@@ -40,17 +68,16 @@ def route_map(ids_TK: jax.Array, kept_SDe: jax.Array, me: jax.Array, receivers: 
 
     ids_TK is -1 at invalid tokens.
     """
-    shape, rows = receivers.shape, receivers.rows(0)
-    destination_A, local_A, rank_A, kept_A = in_cells(ids_TK.reshape(-1), kept_SDe[me])
-    starts = [storage_starts(kept_SDe[:, :, receivers.experts_of(wave)]) for wave in range(receivers.waves)]
-    start_A = jnp.concatenate(starts, axis=1)[destination_A, local_A, me]
-    row_A = ((local_A // receivers.group) * shape.num_shards + destination_A) * rows + start_A + rank_A
-    return jnp.where(kept_A, row_A, -1).reshape(ids_TK.shape)
+    ids_A = ids_TK.reshape(-1)
+    rank_A = rank_in_group(ids_A, receivers.shape.num_experts)
+    destination_A, wave_A, row_A = find_homes(ids_A, rank_A, me, kept_SDe, receivers)
+    place_A = (wave_A * receivers.shape.num_shards + destination_A) * receivers.rows(0) + row_A
+    return jnp.where(row_A < 0, -1, place_A).reshape(ids_TK.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rowwise(ReturnsRows):
-    """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
+class RowwiseBase(ReturnsRows):
+    """One layer shape's waves and experts, here and on GPUs."""
 
     settings: EPConfig
     shape: LayerShape
@@ -63,14 +90,22 @@ class Rowwise(ReturnsRows):
     def waves(self) -> int:
         return self.receivers.waves
 
+    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
+        """The weights of the wave's experts."""
+        experts = self.receivers.experts_of(wave)
+        return w_gate_up[experts], w_down[experts]
+
+
+class Rowwise(RowwiseBase):
+    """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
+
     def plan(self, routes: Routes) -> RowwisePlan:
         """Agrees on the kept rows and maps each to its row."""
         kept_SDe = self.receivers.keep(gather_counts(routes, self.shape.num_experts), routes.group_valid)
         me, ids_TK = lax.axis_index("ep"), routes.valid_ids_TK
         place_TK = route_map(ids_TK, kept_SDe, me, self.receivers)
         total = self.waves * self.shape.num_shards * self.receivers.rows(0)
-        arriving_e = kept_SDe[:, me].sum(axis=0, dtype=jnp.int32)
-        sizes = tuple(arriving_e[self.receivers.experts_of(wave)] for wave in range(self.waves))
+        sizes = arriving(kept_SDe, me, self.receivers)
         plan = RowwisePlan(place_TK, invert(place_TK.reshape(-1), total), ids_TK >= 0, sizes)
         return checkpoint_name(plan, "route_plan")
 
@@ -85,11 +120,6 @@ class Rowwise(ReturnsRows):
         all_rows = gather_shards(rows_TH, 0, ("ep",), rows_TH.dtype)
         put = checkpoint_name(move_rows(all_rows, token_N, here_AK), "dispatched_rows")
         return RaggedRows(put, plan.sizes_We[wave]), None
-
-    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
-        """The weights of the wave's experts."""
-        experts = self.receivers.experts_of(wave)
-        return w_gate_up[experts], w_down[experts]
 
     def give_back(self, results_NH: jax.Array, arrival: None) -> Returned:
         """Every shard's results of the wave, [S*N, H], for the combine to read from."""

@@ -1,26 +1,36 @@
-"""Row-wise on GPUs: the plan of rowwise.py, and rows that kernels write straight into the experts' buffers.
+"""Row-wise on GPUs: the kept rows of rowwise.py, and rows that kernels write straight into the experts' buffers.
 
-Letters: S ep shards, T tokens per shard, K choices, W waves, N rows of a receiver's wave buffer, H routed width.
+Letters: S ep shards, E experts, T tokens per shard, K choices, A = T*K, W waves, N rows of a receiver's wave buffer,
+H routed width.
 
-Acceptance is agreed before rows move, so a row's weight is known when it leaves and travels beside it. Experts weight
-their results inside SwiGLU, where the rows are anyway; combine is then a plain sum and its gradient a plain dispatch
-(`ep_jax_kernels.rowwise.op`). Each of the four movements is one kernel. Rows past the received ones are unwritten
-memory, which RaggedRows allows. With several waves the results are copied into one buffer before the sum.
+The GPUs of a layer wait for each other as rarely as the protocol allows. One all-gather carries all that a shard has to
+tell: its counts, its assignments and their weights. From it every shard knows everybody's kept rows, hence which row
+of its own buffer has which weight, before rows move. Experts weight their results inside SwiGLU, where the rows are
+anyway; combine is then a plain sum and its gradient a plain dispatch (`ep_jax_kernels.rowwise.op`). So a layer of one
+wave has one all-gather and two kernels forward (PUT, GET), two kernels and one all-gather (of the weights' gradients)
+backward; each kernel begins and ends with a barrier. Every further wave adds a PUT forward and a GET backward.
+
+Rows past the received ones are unwritten memory, which RaggedRows allows. With several waves the results are copied
+into one buffer before the sum.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ep_jax_kernels.rowwise.op import KERNELS, Movements, collect, dispatch, dispatch_weights
+from ep_jax_kernels.rowwise.op import KERNELS, Movements, RouteMap, collect, dispatch, dispatch_weights
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep.agreed import Receivers
+from ep_jax.ep.capacity import INT32_LIMIT
 from ep_jax.ep.experts import RaggedRows
+from ep_jax.ep.ranking import count_groups, rank_in_group
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.routes import Routes, rescaled_weights
-from ep_jax.ep.rowwise import Rowwise, RowwisePlan
+from ep_jax.ep.rowwise import RowwiseBase, arriving, find_homes
 
 ALIGNED_ROWS = 8
 
@@ -33,8 +43,41 @@ class WholeReceivers(Receivers):
         return -(-super().rows(wave) // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
+class OneSidedPlan(NamedTuple):
+    place_TK: jax.Array  # row in [S, W, N], -1 when dropped or invalid
+    place_STK: jax.Array  # of all shards
+    sent_TK: jax.Array  # bool: every valid assignment; drops are the receivers'
+    sizes_We: tuple[jax.Array, ...]  # rows that arrive for this shard's experts, by wave
+    weights_WN: jax.Array  # float32 [W*N], by which this shard's experts multiply their results
+
+
+class Told(NamedTuple):
+    """What every shard told all others."""
+
+    counts_SE: jax.Array  # int32, valid assignments
+    ids_STK: jax.Array  # int32, -1 at invalid tokens
+    rank_STK: jax.Array  # int32, earlier assignments of the same source and expert
+    weights_STK: jax.Array  # float32, without a derivative
+
+
+def tell_all(routes: Routes, num_experts: int) -> Told:
+    """The one exchange before rows move: an all-gather of E + 2A int32. Raises NotImplementedError at E*T >= 2**31."""
+    ids_TK = routes.valid_ids_TK
+    (tokens, choices), ids_A = ids_TK.shape, ids_TK.reshape(-1)
+    if num_experts * tokens >= INT32_LIMIT:
+        raise NotImplementedError(f"{num_experts} experts x {tokens} tokens of a shard: below 2**31 is supported")
+    # A token's experts are distinct, so an expert has fewer earlier assignments than there are tokens.
+    cell_A = jnp.where(ids_A < 0, -1, ids_A * tokens + rank_in_group(ids_A, num_experts))
+    bits_A = lax.bitcast_convert_type(routes.weights_TK.astype(jnp.float32).reshape(-1), jnp.int32)
+    told_SX = lax.all_gather(jnp.concatenate([count_groups(ids_A, num_experts), cell_A, bits_A]), "ep")
+    counts_SE, told_SA2 = told_SX[:, :num_experts], told_SX[:, num_experts:].reshape(-1, 2, tokens, choices)
+    cell_STK, bits_STK = told_SA2[:, 0], told_SA2[:, 1]
+    ids_STK = jnp.where(cell_STK < 0, -1, cell_STK // tokens)
+    return Told(counts_SE, ids_STK, cell_STK % tokens, lax.bitcast_convert_type(bits_STK, jnp.float32))
+
+
 @dataclasses.dataclass(frozen=True)
-class RowwiseGPU(Rowwise):
+class RowwiseGPU(RowwiseBase):
     """The transport for one layer shape; its methods run inside shard_map over the axis `ep`.
 
     `how` names the launches. Rows that the kernels cannot move raise NotImplementedError when traced.
@@ -46,22 +89,46 @@ class RowwiseGPU(Rowwise):
     def receivers(self) -> WholeReceivers:
         return WholeReceivers(self.settings, self.shape)
 
-    def plan(self, routes: Routes) -> RowwisePlan:
-        """Agrees on the kept rows, maps each to its row and settles its weight."""
-        plan = super().plan(routes)
-        kept_TK = plan.place_TK >= 0
-        weights_TK = rescaled_weights(routes, kept_TK) if self.settings.rescale else routes.weights_TK
-        return plan._replace(weights_TK=weights_TK)
+    def plan(self, routes: Routes) -> OneSidedPlan:
+        """Agrees on the kept rows, maps everybody's to their places and puts this shard's weights in their rows."""
+        receivers, me = self.receivers, lax.axis_index("ep")
+        told = tell_all(routes, self.shape.num_experts)
+        kept_SDe = receivers.keep(told.counts_SE, routes.group_valid)
+        source_S = jnp.arange(self.shape.num_shards, dtype=jnp.int32)
+        destination, wave, row_STK = find_homes(
+            told.ids_STK, told.rank_STK, source_S[:, None, None], kept_SDe, receivers
+        )
+        place_STK = jnp.where(row_STK < 0, -1, (destination * self.waves + wave) * receivers.rows(0) + row_STK)
+        place_STK, place_TK, sizes = checkpoint_name(
+            (place_STK, place_STK[me], arriving(kept_SDe, me, receivers)), "route_plan"
+        )
 
-    def dispatch(self, rows_TH: jax.Array, plan: RowwisePlan, wave: int, after: jax.Array | int) -> tuple:
+        def settled(weights_TK: jax.Array, valid_T: jax.Array, place_TK: jax.Array) -> jax.Array:
+            """A shard's weights as its tokens' sums will use them."""
+            if not self.settings.rescale:
+                return weights_TK
+            shard = dataclasses.replace(routes, weights_TK=weights_TK, valid_T=valid_T)
+            return rescaled_weights(shard, place_TK >= 0)
+
+        weights_TK = settled(routes.weights_TK, routes.valid_T, place_TK)
+        weights_STK = jax.vmap(settled)(told.weights_STK, told.ids_STK[..., 0] >= 0, place_STK)
+        places, all_rows = RouteMap(place_TK, place_STK), self.waves * receivers.rows(0)
+        weights_WN = dispatch_weights(weights_TK, weights_STK, places, all_rows, self.how.axis)
+        weights_WN = checkpoint_name(weights_WN, "route_plan")
+        return OneSidedPlan(place_TK, place_STK, routes.valid_ids_TK >= 0, sizes, weights_WN)
+
+    def dispatch(self, rows_TH: jax.Array, plan: OneSidedPlan, wave: int, after: jax.Array | int) -> tuple:
         """Every shard's rows of wave `wave` in this shard's buffer: (RaggedRows, None)."""
         rows = self.receivers.rows(0)
-        first = wave * self.shape.num_shards * rows
-        here_TK = (plan.place_TK >= first) & (plan.place_TK < first + self.shape.num_shards * rows)
-        place_TK = jnp.where(here_TK, plan.place_TK - first, -1) + after
-        put = checkpoint_name(dispatch(rows_TH, place_TK, rows, self.how), "dispatched_rows")
-        assert plan.weights_TK is not None
-        weights_N = checkpoint_name(dispatch_weights(plan.weights_TK, place_TK, rows, self.how), "dispatched_rows")
+
+        def of_wave(place: jax.Array) -> jax.Array:
+            """From [S, W, N] to [S, N]."""
+            here = (place >= 0) & (place // rows % self.waves == wave)
+            return jnp.where(here, place // (self.waves * rows) * rows + place % rows, -1) + after
+
+        places = RouteMap(of_wave(plan.place_TK), of_wave(plan.place_STK) if self.how.fans else None)
+        put = checkpoint_name(dispatch(rows_TH, places, rows, self.how), "dispatched_rows")
+        weights_N = plan.weights_WN[wave * rows : (wave + 1) * rows]
         return RaggedRows(put, plan.sizes_We[wave], weights_N), None
 
     def give_back(self, results_NH: jax.Array, arrival: None) -> Returned:
@@ -69,14 +136,11 @@ class RowwiseGPU(Rowwise):
         return Returned(checkpoint_name(results_NH, "returned_rows"), None)
 
     def combine(
-        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: RowwisePlan
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: OneSidedPlan
     ) -> jax.Array:
-        """[T,H]: the sum of each token's accepted rows; the experts have multiplied them by plan.weights_TK."""
-        del weights_TK
-        rows, shards, waves = self.receivers.rows(0), self.shape.num_shards, self.waves
-        # From a row in [W, S, N] to one in [S, W, N]: a shard's waves lie behind each other in its own buffer.
-        wave_TK, peer_TK = plan.place_TK // (shards * rows), plan.place_TK // rows % shards
-        place_TK = (peer_TK * waves + wave_TK) * rows + plan.place_TK % rows
-        place_TK = jnp.where(accepted_TK & (plan.place_TK >= 0), place_TK, -1)
+        """[T,H]: the sum of each token's accepted rows; the experts have multiplied them by their weights."""
+        del weights_TK, accepted_TK
+        # A shard's waves lie behind each other in its own buffer, as places count them.
         results = [wave.rows_QH for wave in returned]
-        return collect(results[0] if waves == 1 else jnp.concatenate(results), place_TK, self.how)
+        places = RouteMap(plan.place_TK, plan.place_STK if self.how.fans else None)
+        return collect(results[0] if self.waves == 1 else jnp.concatenate(results), places, self.how)

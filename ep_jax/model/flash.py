@@ -9,14 +9,16 @@ tokamax is pinned: its public function does not take first keys, so its operator
 Shapes: b sequences, L tokens of a sequence, N query heads, G key-value heads, h head width.
 """
 
-import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from ep_jax.mesh import varying_axes
 
 # What the derivative needs beside queries, keys and values: a remat policy that keeps it does not attend again.
 RESIDUAL_NAME = "attention_results"
@@ -53,35 +55,40 @@ def attend(q_bLNh: jax.Array, k_bLGh: jax.Array, v_bLGh: jax.Array, first_bL: ja
 
 
 def _forward(q_bLNh, k_bLGh, v_bLGh, first_bL):
-    def kernel(q_bLNh, k_bLGh, v_bLGh, first_bL):
-        from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
-
-        operator = PallasMosaicGpuFlashAttention()
-        arguments = dict(mask=_mask(first_bL), return_residuals=True)
-        bound = operator.bind(q_bLNh, k_bLGh, v_bLGh, **arguments)
-        # Asked for by name: looking for a tuned configuration, which there is none of, writes a warning.
-        return operator.replace(config=bound.heuristics_config)(q_bLNh, k_bLGh, v_bLGh, **arguments)
-
-    results = _hidden_from_mesh(kernel)(q_bLNh, k_bLGh, v_bLGh, first_bL)
+    results = _hidden_from_mesh(_forward_kernel, q_bLNh, k_bLGh, v_bLGh, first_bL)
     out_bLNh, statistics = jax.tree.map(lambda array: checkpoint_name(array, RESIDUAL_NAME), results)
     return out_bLNh, (q_bLNh, k_bLGh, v_bLGh, first_bL, out_bLNh, statistics)
 
 
 def _backward(residuals, d_out_bLNh):
-    def kernel(q_bLNh, k_bLGh, v_bLGh, first_bL, out_bLNh, statistics, d_out_bLNh):
-        from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
-        from tokamax._src.ops.attention.pallas_mosaic_gpu_vjp import PallasMosaicGpuFlashAttentionVjp
-
-        forward = PallasMosaicGpuFlashAttention().bind(q_bLNh, k_bLGh, v_bLGh, mask=_mask(first_bL))
-        operator = PallasMosaicGpuFlashAttentionVjp()
-        bound = operator.bind(statistics, out_bLNh, d_out_bLNh, *forward.args, **forward.kwargs)
-        return operator.replace(config=bound.heuristics_config)(*bound.args, **bound.kwargs)
-
-    gradients = _hidden_from_mesh(kernel)(*residuals, d_out_bLNh)
+    gradients = _hidden_from_mesh(_backward_kernel, *residuals, d_out_bLNh)
     return gradients["q"], gradients["k"], gradients["v"], None
 
 
 attend.defvjp(_forward, _backward)
+
+
+# Jitted, so that a model of many layers traces each of them once.
+@jax.jit
+def _forward_kernel(q_bLNh, k_bLGh, v_bLGh, first_bL):
+    from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
+
+    operator = PallasMosaicGpuFlashAttention()
+    arguments = dict(mask=_mask(first_bL), return_residuals=True)
+    bound = operator.bind(q_bLNh, k_bLGh, v_bLGh, **arguments)
+    # Asked for by name: looking for a tuned configuration, which there is none of, writes a warning.
+    return operator.replace(config=bound.heuristics_config)(q_bLNh, k_bLGh, v_bLGh, **arguments)
+
+
+@jax.jit
+def _backward_kernel(q_bLNh, k_bLGh, v_bLGh, first_bL, out_bLNh, statistics, d_out_bLNh):
+    from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
+    from tokamax._src.ops.attention.pallas_mosaic_gpu_vjp import PallasMosaicGpuFlashAttentionVjp
+
+    forward = PallasMosaicGpuFlashAttention().bind(q_bLNh, k_bLGh, v_bLGh, mask=_mask(first_bL))
+    operator = PallasMosaicGpuFlashAttentionVjp()
+    bound = operator.bind(statistics, out_bLNh, d_out_bLNh, *forward.args, **forward.kwargs)
+    return operator.replace(config=bound.heuristics_config)(*bound.args, **bound.kwargs)
 
 
 def _mask(first_bL: jax.Array) -> Any:
@@ -90,21 +97,16 @@ def _mask(first_bL: jax.Array) -> Any:
     return Mask(k_start=first_bL[:, None], is_causal=True)
 
 
-def _hidden_from_mesh(kernel: Any) -> Any:
-    """The function without JAX's types of varying values, which tokamax's kernels do not carry through shard_map.
+def _hidden_from_mesh(kernel: Callable[..., Any], *arrays: Any) -> Any:
+    """kernel(*arrays) without JAX's types of varying values, which tokamax's kernels do not carry through shard_map.
 
     What it returns varies over every mesh axis over which an argument does; a kernel mixes nothing between devices.
     """
     from jax._src import config  # no public switch: shard_map has one, for all it contains
 
-    @functools.wraps(kernel)
-    def call(*arrays):
-        varying = (jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays))
-        axes = tuple(sorted(frozenset().union(*varying)))
-        with config._check_vma(False):
-            # Each array is made anew, by operations that cost nothing, to lose its type.
-            plain = jax.tree.map(lambda array: lax.squeeze(lax.expand_dims(array, (0,)), (0,)), arrays)
-            results = kernel(*plain)
-        return jax.tree.map(lambda array: lax.pcast(array, axes, to="varying"), results) if axes else results
-
-    return call
+    axes = tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))))
+    with config._check_vma(False):
+        # Each array is made anew, by operations that cost nothing, to lose its type.
+        plain = jax.tree.map(lambda array: lax.squeeze(lax.expand_dims(array, (0,)), (0,)), arrays)
+        results = kernel(*plain)
+    return jax.tree.map(lambda array: lax.pcast(array, axes, to="varying"), results) if axes else results

@@ -5,13 +5,11 @@ reference.py is the same in plain JAX.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
-from .. import call
-from ..gather_rows.op import check_rows
+from .. import call, derivatives
 
 EMPTY_ROWS, EMPTY_COLUMNS = 16, 256  # tile of the programs that write zero gradients
 
@@ -52,38 +50,6 @@ BACKWARD_CANDIDATES = (
 )
 
 
-def combine_rows(
-    rows_QH: jax.Array, weights_TK: jax.Array, place_TK: jax.Array, assignment_Q: jax.Array, dtype: jnp.dtype
-) -> jax.Array:
-    """Sum over k ascending of weights_TK[t,k] * rows_QH[place_TK[t,k]] in float32, cast once to `dtype`.
-
-    place_TK and assignment_Q are int32 and inverse to each other: assignment_Q is t*K + k, or -1 for a row that no
-    token takes; such rows get a zero gradient. Elements of 2 or 4 bytes, H a multiple of 8; NotImplementedError
-    otherwise.
-    """
-    return _combine_rows(*call.vary_alike(rows_QH, weights_TK, place_TK, assignment_Q), dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _combine_rows(rows_QH, weights_TK, place_TK, assignment_Q, dtype):
-    del assignment_Q
-    return weighted_sum(rows_QH, weights_TK, place_TK, dtype)
-
-
-def _combine_rows_forward(rows_QH, weights_TK, place_TK, assignment_Q, dtype):
-    residuals = rows_QH, weights_TK, place_TK, assignment_Q
-    return weighted_sum(rows_QH, weights_TK, place_TK, dtype), residuals
-
-
-def _combine_rows_backward(dtype, residuals, d_out_TH):
-    del dtype
-    d_rows_QH, d_weights_TK = combine_rows_gradient(d_out_TH, *residuals)
-    return d_rows_QH, d_weights_TK.astype(residuals[1].dtype), None, None
-
-
-_combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
-
-
 def weighted_sum(
     rows_QH: jax.Array,
     weights_TK: jax.Array | None,
@@ -91,8 +57,12 @@ def weighted_sum(
     dtype: jnp.dtype,
     launch: Launch = FORWARD_CANDIDATES[0],
 ) -> jax.Array:
-    """`combine_rows` without a derivative; weights of None are all 1."""
-    check_rows(rows_QH)
+    """Sum over k ascending of weights_TK[t,k] * rows_QH[place_TK[t,k]] in float32, cast once to `dtype`.
+
+    Places are int32; weights of None are all 1. Elements of 2 or 4 bytes, H a multiple of 8;
+    NotImplementedError otherwise. No derivative of its own; see `combine_rows`.
+    """
+    call.check_rows(rows_QH)
     from .kernel import combine_rows_kernel
 
     (num_rows, width), (tokens, choices) = rows_QH.shape, place_TK.shape
@@ -129,7 +99,7 @@ def combine_rows_gradient(
     launch: Launch = BACKWARD_CANDIDATES[0],
 ) -> tuple[jax.Array, jax.Array]:
     """(gradient of the rows [Q,H] in their dtype, of the weights [T,K] in float32)."""
-    check_rows(rows_QH)
+    call.check_rows(rows_QH)
     from .kernel import combine_rows_gradient_kernel
 
     (num_rows, width), (tokens, choices) = rows_QH.shape, place_TK.shape
@@ -156,3 +126,6 @@ def combine_rows_gradient(
         EMPTY_COLUMNS=EMPTY_COLUMNS,
         LOAD_POLICY=launch.load_policy,
     )
+
+
+combine_rows = derivatives.combining(weighted_sum, combine_rows_gradient)

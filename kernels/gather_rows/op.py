@@ -8,7 +8,8 @@ import dataclasses
 
 import jax
 
-from .. import call
+from .. import call, derivatives
+from ..combine_rows.op import sum_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +44,12 @@ CANDIDATES = (
 
 
 def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDATES[0]) -> jax.Array:
-    """rows_NH[index_M] (index int32), zeros where the index is outside 0 .. N-1. No derivative; see `move_rows`.
+    """rows_NH[index_M] (index int32), zeros where the index is outside 0 .. N-1.
 
-    Elements of 2 or 4 bytes, H a multiple of 8; NotImplementedError otherwise.
+    Elements of 2 or 4 bytes, H a multiple of 8; NotImplementedError otherwise. No derivative of its own; see
+    `move_rows`.
     """
-    check_rows(rows_NH)
+    call.check_rows(rows_NH)
     from .kernel import gather_rows_kernel
 
     (num_rows, width), num_out = rows_NH.shape, index_M.shape[0]
@@ -68,40 +70,4 @@ def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDA
     )
 
 
-def move_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
-    """Output row m is input row source_M[m]; dtype and width of the input.
-
-    places_NJ is the inverse: the output rows that hold input row n (int32, -1 for none). The gradient of row n is the
-    float32 sum of the output gradients at its places, in order of J.
-    """
-    return _move_rows(*call.vary_alike(rows_NH, source_M, places_NJ))
-
-
-@jax.custom_vjp
-def _move_rows(rows_NH, source_M, places_NJ):
-    del places_NJ
-    return gather_rows(rows_NH, source_M)
-
-
-def _move_rows_forward(rows_NH, source_M, places_NJ):
-    return gather_rows(rows_NH, source_M), places_NJ
-
-
-def _move_rows_backward(places_NJ, gradient_MH):
-    if places_NJ.shape[1] == 1:
-        return gather_rows(gradient_MH, places_NJ[:, 0]), None, None
-    from ..combine_rows.op import sum_rows  # it imports this file's check
-
-    return sum_rows(gradient_MH, places_NJ), None, None
-
-
-_move_rows.defvjp(_move_rows_forward, _move_rows_backward)
-
-
-def check_rows(rows_NH: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises NotImplementedError where a row is not made of whole 16-byte accesses of 2- or 4-byte elements."""
-    if rows_NH.dtype.itemsize not in (2, 4) or rows_NH.shape[1] % 8:
-        raise NotImplementedError(
-            f"rows of {rows_NH.shape[1]} x {rows_NH.dtype}: the kernels take elements of 2 or 4 bytes and widths "
-            "that are multiples of 8"
-        )
+move_rows = derivatives.moving(gather_rows, sum_rows)

@@ -1,18 +1,27 @@
-"""What gather_rows does, in plain JAX; what ep_jax/ep/rows.py does today. Letters as in op.py."""
+"""What gather_rows and move_rows are, in plain JAX: what runs where the kernel does not. Letters as in op.py."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from .. import derivatives
+
 
 def gather_rows(rows_NH: jax.Array, index_M: jax.Array) -> jax.Array:
-    """rows_NH[index_M], zeros where the index is outside 0 .. N-1."""
+    """rows_NH[index_M], zeros where the index is outside 0 .. N-1. No derivative of its own; see `move_rows`."""
     index_M = jnp.where(index_M < 0, rows_NH.shape[0], index_M)
     return rows_NH.at[index_M].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def sum_rows(rows_NH: jax.Array, places_MJ: jax.Array) -> jax.Array:
-    """Float32 sum over j ascending of the rows at places_MJ (-1 for none), in the dtype of the rows."""
-    total_MH = jnp.zeros((places_MJ.shape[0], rows_NH.shape[1]), jnp.float32)
-    for j in range(places_MJ.shape[1]):
-        total_MH += gather_rows(rows_NH, places_MJ[:, j]).astype(jnp.float32)
-    return total_MH.astype(rows_NH.dtype)
+    """Float32 sum over j ascending of the rows at places_MJ (-1 for none), in the dtype of the rows.
+
+    Of float64 rows the sum is float64.
+    """
+    wide = jnp.promote_types(rows_NH.dtype, jnp.float32)
+    terms = [gather_rows(rows_NH, places_MJ[:, j]).astype(wide) for j in range(places_MJ.shape[1])]
+    return functools.reduce(jnp.add, terms).astype(rows_NH.dtype)
+
+
+move_rows = derivatives.moving(gather_rows, sum_rows)

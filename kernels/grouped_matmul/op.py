@@ -1,16 +1,15 @@
-"""Rows grouped by expert times their expert's matrix, with both gradients: the base of the grouped MLP.
+"""Rows grouped by expert times their expert's matrix, as it is or transposed, and the gradient of these matrices.
 
 Letters: e experts, R rows of the buffer, K and N widths. `Groups` says which rows are whose: contiguous or at a fixed
 distance, with true sizes either way. Contract on rows that nobody owns: they are never read, and in outputs and row
 gradients they are not written and may hold anything, NaN included; whoever reads the result takes owned rows only.
 Weight gradients are written whole, zeros for an expert without rows. Needs a GPU; reference.py is plain JAX.
 
-Does not do: the SwiGLU between two products (../grouped_mlp does), persistent programs, bulk tensor copies (jax-triton
-0.3.1 does not hand on the scratch memory that their descriptors need).
+Does not do: derivatives and the SwiGLU between two products (../grouped_mlp does), persistent programs, bulk tensor
+copies (jax-triton 0.3.1 does not hand on the scratch memory that their descriptors need).
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,43 +48,6 @@ CANDIDATES = (
 )
 
 
-def grouped_matmul(
-    rows_RK: jax.Array,
-    weights_eKN: jax.Array,
-    groups: Groups,
-    forward: Launch = CANDIDATES[0],
-    row_gradient: Launch = CANDIDATES[0],
-    weight_gradient: Launch = CANDIDATES[0],
-) -> jax.Array:
-    """Row r of expert i becomes rows_RK[r] @ weights_eKN[i], summed in float32, in the dtype of the rows.
-
-    Rows and weights are bfloat16, float16 or float32 (the last multiplied exactly, not in TF32), of one dtype, widths
-    multiples of 8; NotImplementedError otherwise.
-    """
-    return _grouped_matmul(*call.vary_alike(rows_RK, weights_eKN, groups), forward, row_gradient, weight_gradient)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _grouped_matmul(rows_RK, weights_eKN, groups, forward, row_gradient, weight_gradient):
-    return _forward(rows_RK, weights_eKN, groups, forward, row_gradient, weight_gradient)[0]
-
-
-def _forward(rows_RK, weights_eKN, groups, forward, row_gradient, weight_gradient):
-    del row_gradient, weight_gradient
-    return product(rows_RK, weights_eKN, groups, launch=forward), (rows_RK, weights_eKN, groups)
-
-
-def _backward(forward, row_gradient, weight_gradient, residuals, d_out_RN):
-    del forward
-    rows_RK, weights_eKN, groups = residuals
-    d_rows_RK = product(d_out_RN, weights_eKN, groups, transposed=True, launch=row_gradient)
-    d_weights_eKN = weight_product(rows_RK, d_out_RN, groups, weights_eKN.dtype, weight_gradient)
-    return d_rows_RK, d_weights_eKN, None
-
-
-_grouped_matmul.defvjp(_forward, _backward)
-
-
 def product(
     rows_RK: jax.Array,
     weights: jax.Array,
@@ -94,7 +56,12 @@ def product(
     transposed: bool = False,
     launch: Launch = CANDIDATES[0],
 ) -> jax.Array:
-    """`grouped_matmul` without a derivative; weights are [e,K,N], or where `transposed` [e,N,K], read as they lie."""
+    """Row r of expert i becomes rows_RK[r] @ weights[i], summed in float32, in the dtype of the rows.
+
+    Weights are [e,K,N], or where `transposed` [e,N,K], read as they lie. Rows and weights are bfloat16, float16 or
+    float32 (the last multiplied exactly, not in TF32), of one dtype, widths multiples of 8; NotImplementedError
+    otherwise.
+    """
     check(rows_RK, weights)
     from .kernel import grouped_matmul_kernel
 

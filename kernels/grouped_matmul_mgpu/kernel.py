@@ -1,4 +1,4 @@
-"""One persistent Hopper kernel: rows grouped by expert times their expert's matrix, with or without SwiGLU after it.
+"""One persistent Hopper kernel: rows grouped by expert times their expert's matrix.
 
 A block has two warpgroups that multiply and one that loads. The loading one runs ahead through a ring of `stages` slots
 over all tiles of its block without a pause between tiles; the others each multiply a unit of 64 rows by block_n columns
@@ -8,12 +8,11 @@ the weights, on 256 rows of an expert, or the rows, on what is left of an expert
 (plan.py). Bulk copies of swizzled memory begin at multiples of eight rows, so an expert's first unit begins up to seven
 rows before the expert; a unit that holds rows of others is written in pieces of 1, 2, 4 ... rows.
 
-Letters: e experts, R rows, K summed width, N output width, F = N/2 where SwiGLU follows, T tiles.
+Letters: e experts, R rows, K summed width, N output width, T tiles.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,7 +26,6 @@ from .plan import ALIGNED_ROWS, CLUSTER, END, EXPERT, FIRST_ROW, MULTIPLIERS, SI
 SWIZZLE_BYTES = 128
 STORE_COLUMNS = 64
 STORE_SLOTS = 2
-ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # of one value for each row of the sums
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that 128 threads have on a multiprocessor
 
 
@@ -41,17 +39,16 @@ class Launch:
     group: int = 16
 
 
-def scratch(launch: Launch, dtype: Any, *, transposed: bool, halves: int) -> dict[str, Any]:
+def scratch(launch: Launch, dtype: Any, *, transposed: bool) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     tiled = (plgpu.TilingTransform((ALIGNED_ROWS, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
-    width = launch.block_n // halves
-    block = (width, launch.block_k) if transposed else (launch.block_k, width)
+    block = (launch.block_n, launch.block_k) if transposed else (launch.block_k, launch.block_n)
     return {
         "rows_smem": plgpu.SMEM((launch.stages, MULTIPLIERS, UNIT_ROWS, launch.block_k), dtype, transforms=tiled),
-        "weights_smem": plgpu.SMEM((launch.stages, halves, *block), dtype, transforms=tiled),
+        "weights_smem": plgpu.SMEM((launch.stages, *block), dtype, transforms=tiled),
         # Its layout is left to the compiler, which takes one whose rows can be stored from any row on.
         "out_smem": plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, UNIT_ROWS, STORE_COLUMNS), dtype),
-        "loaded": plgpu.Barrier(num_arrivals=MULTIPLIERS + halves, num_barriers=launch.stages),
+        "loaded": plgpu.Barrier(num_arrivals=MULTIPLIERS + 1, num_barriers=launch.stages),
         "released": plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=MULTIPLIERS, num_barriers=launch.stages
         ),
@@ -63,7 +60,7 @@ def grouped_kernel(
     used,  # int32 [1]: tiles
     rows,  # [R,K]
     weights,  # [e,K,N], or where transposed [e,N,K]
-    *ends,  # [R,N]; or where SwiGLU follows: float32 [R + UNIT_ROWS] row weights, [R,N], [R,F]
+    out,  # [R,N]
     rows_smem,
     weights_smem,
     out_smem,
@@ -72,16 +69,9 @@ def grouped_kernel(
     launch: Launch,
     transposed: bool,
 ):
-    """Rows that no unit holds are not written.
-
-    SwiGLU is silu of the first F columns times the last F times the weight of the row, from the float32 sums; a tile
-    then has block_n / 2 columns of either half.
-    """
-    row_weights, out, middle = ends if len(ends) > 1 else (None, *ends, None)
-    halves = 1 if middle is None else 2
-    width, half = launch.block_n // halves, out.shape[1] // halves
+    """Rows that no unit holds are not written."""
     steps = rows.shape[1] // launch.block_k
-    columns = half // (CLUSTER * width)
+    columns = out.shape[1] // (CLUSTER * launch.block_n)
     cluster, clusters = lax.axis_index("clusters"), lax.axis_size("clusters")
     member, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     num_tiles = used[0]
@@ -124,14 +114,13 @@ def grouped_kernel(
                             loaded.at[slot],
                             collective_axes=rows_axes,
                         )
-                    for part in range(halves):
-                        n_slice = pl.ds(nth * width + part * half, width)
-                        plgpu.copy_gmem_to_smem(
-                            weights.at[(expert, n_slice, k_slice) if transposed else (expert, k_slice, n_slice)],
-                            weights_smem.at[slot, part],
-                            loaded.at[slot],
-                            collective_axes=weights_axes,
-                        )
+                    n_slice = pl.ds(nth * launch.block_n, launch.block_n)
+                    plgpu.copy_gmem_to_smem(
+                        weights.at[(expert, n_slice, k_slice) if transposed else (expert, k_slice, n_slice)],
+                        weights_smem.at[slot],
+                        loaded.at[slot],
+                        collective_axes=weights_axes,
+                    )
 
             lax.cond(shares_rows, lambda: copies("cluster", None), lambda: copies(None, "cluster"))
 
@@ -167,18 +156,15 @@ def grouped_kernel(
             def sums(acc):
                 def start(k):
                     slot = wait(k)
-                    for part in range(halves):
-                        block = weights_smem.at[slot, part]
-                        block = block.transpose((1, 0)) if transposed else block
-                        total = acc if halves == 1 else acc.at[:, part * width : (part + 1) * width]
-                        plgpu.wgmma(total, rows_smem.at[slot, warpgroup], block)
+                    block = weights_smem.at[slot]
+                    plgpu.wgmma(acc, rows_smem.at[slot, warpgroup], block.transpose((1, 0)) if transposed else block)
 
                 start(0)
 
                 @pl.loop(1, steps)
                 def _(k):
                     start(k)
-                    plgpu.wgmma_wait(halves)
+                    plgpu.wgmma_wait(1)
                     release(k - 1)
 
                 plgpu.wgmma_wait(0)
@@ -186,11 +172,8 @@ def grouped_kernel(
                 return acc[...]
 
             def compute():
-                scale = None
-                if row_weights is not None:
-                    scale = plgpu.load(row_weights.at[pl.ds(first_row, UNIT_ROWS)], layout=ROW_LAYOUT, optimized=False)
                 total = pl.run_scoped(sums, plgpu.ACC((UNIT_ROWS, launch.block_n), jnp.float32))
-                store(pieces(total, scale, nth * width), first_row, begin, end - begin)
+                store(total, nth * launch.block_n, first_row, begin, end - begin)
 
             def idle():
                 @pl.loop(0, steps)
@@ -203,16 +186,16 @@ def grouped_kernel(
         for_all_turns(multiply_unit, prepare)
         plgpu.wait_smem_to_gmem(0)
 
-    def store(stored, first_row, begin, num_rows):
+    def store(total, column, first_row, begin, num_rows):
         """`num_rows` rows of a unit from row `begin` on, in pieces of powers of two, the largest first."""
-        for slot, (values, to, at) in enumerate(stored):
-            buffer = out_smem.at[warpgroup, slot % STORE_SLOTS]
+        for nth, at in enumerate(range(0, launch.block_n, STORE_COLUMNS)):
+            buffer = out_smem.at[warpgroup, nth % STORE_SLOTS]
             plgpu.wait_smem_to_gmem(STORE_SLOTS - 1, wait_read_only=True)
-            buffer[...] = values
+            buffer[...] = total[:, at : at + STORE_COLUMNS].astype(out.dtype)
             plgpu.commit_smem()
 
-            def copy(done, size, buffer=buffer, to=to, at=at):
-                piece = to.at[pl.ds(first_row + done, size), pl.ds(at, STORE_COLUMNS)]
+            def copy(done, size, buffer=buffer, at=at):
+                piece = out.at[pl.ds(first_row + done, size), pl.ds(column + at, STORE_COLUMNS)]
                 plgpu.copy_smem_to_gmem(buffer.at[pl.ds(done, size)], piece, commit_group=False)
 
             def copy_pieces(copy=copy):
@@ -223,17 +206,6 @@ def grouped_kernel(
 
             lax.cond(num_rows == UNIT_ROWS, functools.partial(copy, 0, UNIT_ROWS), copy_pieces)
             plgpu.commit_smem_to_gmem_group()
-
-    def pieces(total, scale, column) -> Iterator[tuple[jax.Array, Any, jax.Array]]:
-        """(values, output, first column) of what a unit stores; their number is a multiple of STORE_SLOTS."""
-        for at in range(0, width, STORE_COLUMNS):
-            parts = [total[:, begin + at : begin + at + STORE_COLUMNS] for begin in range(0, launch.block_n, width)]
-            for part, values in enumerate(parts):
-                yield values.astype(out.dtype), out, column + at + part * half
-            if middle is not None:
-                gate, up = parts
-                scales = lax.broadcast_in_dim(scale, gate.shape, (0,))
-                yield (scales * (gate / (1 + jnp.exp(-gate)) * up)).astype(out.dtype), middle, column + at
 
     lax.cond(warpgroup < MULTIPLIERS, multiply, load)
 

@@ -1,23 +1,21 @@
-"""Rows grouped by expert times their expert's matrix on Hopper: what ../grouped_matmul and ../grouped_mlp do, faster.
+"""Rows grouped by expert times their expert's matrix on Hopper: `product` of ../grouped_matmul, faster.
 
-Letters: e experts, R rows of the buffer, K and N widths, H width of a row and F hidden width of an expert. The contract
-on rows that nobody owns is that of ../grouped_matmul/op.py, but they may be read: they reach no row that has an owner.
-Needs a Hopper GPU or Pallas's GPU interpreter. The plain references are in ../grouped_matmul and ../grouped_mlp.
+Letters: e experts, R rows of the buffer, K and N widths. The contract on rows that nobody owns is that of
+../grouped_matmul/op.py, but they may be read: they reach no row that has an owner. Needs a Hopper GPU or Pallas's GPU
+interpreter. The plain reference is in ../grouped_matmul.
 
 Does not do: other types than bfloat16, widths that the tiles do not divide, derivatives, weight gradients.
 """
 
 import functools
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import call
 from ..grouped_matmul.tiles import Groups
 from .kernel import STORE_COLUMNS, STORE_SLOTS, Launch, grouped_kernel, scratch
-from .plan import ALIGNED_ROWS, CLUSTER, MULTIPLIERS, UNIT_ROWS, plan_tiles
+from .plan import ALIGNED_ROWS, CLUSTER, MULTIPLIERS, plan_tiles
 
 MULTIPROCESSORS = 132  # of an H100 or H200, for lowering without one
 CANDIDATES = (Launch(), Launch(group=8), Launch(group=32), Launch(group=4), Launch(group=64))  # the first: default
@@ -38,45 +36,22 @@ def product(
     launch), and devices other than Hopper.
     """
     out_type = jax.ShapeDtypeStruct((rows_RK.shape[0], weights.shape[1 if transposed else 2]), rows_RK.dtype)
-    return _call(rows_RK, weights, groups, (out_type,), launch, transposed)[0]
-
-
-def gate_up(
-    rows_RH: jax.Array,
-    w_gate_up_eH2F: jax.Array,
-    groups: Groups,
-    row_weights_R: jax.Array | None = None,
-    launch: Launch = CANDIDATES[0],
-) -> tuple[jax.Array, jax.Array]:
-    """(gate and up [R,2F], silu(gate) * up times float32 row_weights_R [R,F]) in bfloat16. No derivative.
-
-    SwiGLU is of the float32 sums. The gate's F columns come first. NotImplementedError as `product` raises it, with
-    N = 2F.
-    """
-    num_rows, width = rows_RH.shape[0], w_gate_up_eH2F.shape[2]
-    out_types = tuple(jax.ShapeDtypeStruct((num_rows, n), rows_RH.dtype) for n in (width, width // 2))
-    row_weights_R = jnp.ones(num_rows, jnp.float32) if row_weights_R is None else row_weights_R
-    # The last unit may begin before the last row and read beyond it.
-    return _call(rows_RH, w_gate_up_eH2F, groups, out_types, launch, False, jnp.pad(row_weights_R, (0, UNIT_ROWS)))
-
-
-def _call(rows_RK, weights, groups: Groups, out_types: Any, launch: Launch, transposed: bool, *more: jax.Array) -> Any:
-    """Inside shard_map outputs vary over the mesh axes over which any input does: the kernel says nothing of them."""
-    check(rows_RK, weights, out_types, launch, transposed)
-    arrays = (*plan_tiles(groups, rows_RK.shape[0]), rows_RK, weights, *more)
-    outs = plgpu.kernel(
+    check(rows_RK, weights, out_type, launch, transposed)
+    arrays = (*plan_tiles(groups, rows_RK.shape[0]), rows_RK, weights)
+    out_RN = plgpu.kernel(
         functools.partial(grouped_kernel, launch=launch, transposed=transposed),
-        out_type=out_types,
-        scratch_types=scratch(launch, rows_RK.dtype, transposed=transposed, halves=len(out_types)),
+        out_type=out_type,
+        scratch_types=scratch(launch, rows_RK.dtype, transposed=transposed),
         grid=(multiprocessors() // CLUSTER,),
         grid_names=("clusters",),
         cluster=(CLUSTER,),
         cluster_names=("cluster",),
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
-        kernel_name="grouped_gate_up" if len(out_types) > 1 else "grouped_matmul",
+        kernel_name="grouped_matmul",
     )(*arrays)
-    return call.vary_alike(outs, arrays)[0]
+    # Inside shard_map: the kernel says nothing of the mesh axes over which its output varies.
+    return call.vary_alike(out_RN, arrays)[0]
 
 
 def multiprocessors() -> int:
@@ -91,17 +66,17 @@ def multiprocessors() -> int:
     return device.core_count
 
 
-def check(rows_RK: jax.Array, weights: jax.Array, out_types: Any, launch: Launch, transposed: bool) -> None:
+def check(
+    rows_RK: jax.Array, weights: jax.Array, out_type: jax.ShapeDtypeStruct, launch: Launch, transposed: bool
+) -> None:
     """Raises NotImplementedError for arrays that the kernel does not take, ValueError for a wrong call."""
-    (num_rows, inner), width = rows_RK.shape, out_types[0].shape[1]
+    (num_rows, inner), width = rows_RK.shape, out_type.shape[1]
     if weights.shape[2 if transposed else 1] != inner:
         raise ValueError(f"{rows_RK.shape} times {weights.shape}: the summed widths must be the same")
     if {str(rows_RK.dtype), str(weights.dtype)} != {"bfloat16"}:
         raise NotImplementedError(f"{rows_RK.dtype} times {weights.dtype}: both must be bfloat16")
-    if launch.block_n % (len(out_types) * STORE_SLOTS * STORE_COLUMNS):
-        raise ValueError(
-            f"block_n {launch.block_n}: must be a multiple of {len(out_types) * STORE_SLOTS * STORE_COLUMNS}"
-        )
+    if launch.block_n % (STORE_SLOTS * STORE_COLUMNS):
+        raise ValueError(f"block_n {launch.block_n}: must be a multiple of {STORE_SLOTS * STORE_COLUMNS}")
     for what, size, unit in (
         ("rows", num_rows, ALIGNED_ROWS),
         ("summed columns", inner, launch.block_k),

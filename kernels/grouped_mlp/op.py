@@ -1,32 +1,64 @@
-"""The routed experts on grouped rows: three products and SwiGLU, forward and backward, on owned rows only.
+"""The routed experts on grouped rows: three products and SwiGLU, forward and backward.
 
-Letters: e experts, R rows of the buffer, H width, F expert hidden width. Rows that nobody owns are as in
-../grouped_matmul/op.py: they reach no owned row, and in outputs and row gradients they may be anything. Needs a GPU;
-reference.py is plain JAX. Kept for the gradient: rows, gate and up [R,2F], and silu(gate) * up [R,F].
+Letters: e experts, R rows of the buffer (of each expert in `capacity_mlp`), H width, F expert hidden width. Rows that
+nobody owns are as in ../grouped_matmul/op.py: they reach no owned row, and in outputs and row gradients they may be
+anything. Needs a GPU; reference.py is plain JAX. Kept for the gradient: rows, gate and up [R,2F], and silu(gate) * up
+[R,F].
 
-Products of rows run in ../grouped_matmul_mgpu where it takes them, else in ../grouped_matmul, as do weight gradients.
+Weight gradients (../grouped_matmul) and SwiGLU look at owned rows only. So do products of rows in
+../grouped_matmul_mgpu, or in ../grouped_matmul where that does not take them. With little padding XLA's batched product
+of all rows is faster (`capacity_mlp`): it reads and writes rows that nobody owns, where hidden, middle and gradients
+may hold anything, NaN included; each row of a product comes from one row, so that stays where it is.
 """
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import call
 from ..grouped_matmul import op as matmul
 from ..grouped_matmul.op import Launch
-from ..grouped_matmul.tiles import Groups
+from ..grouped_matmul.tiles import Groups, capacity_groups
 from ..swiglu.op import swiglu, swiglu_gradient
+
+# What products of an expert's owned rows lose against XLA's batched ones, in rows: a share of those that it owns, and
+# part of its last tile. From benchmarks/experts_h200_20261130.json, forward and backward: both ways take as long with
+# 283 rows of padding for 8,192 rows of width 3072, 288 for 8,192 of width 2048, and 111 for 1,024 of width 3072.
+LOST_SHARE, LOST_ROWS = 0.025, 85
 
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
     """How the products are computed."""
 
-    warp_specialized: bool = True  # rows by ../grouped_matmul_mgpu where it takes them
+    batched: bool = False  # rows, owned or not, by XLA; only where experts' rows lie at a fixed distance
+    warp_specialized: bool = True  # otherwise by ../grouped_matmul_mgpu where it takes them
     rows: Launch = matmul.CANDIDATES[0]  # otherwise
     weights: Launch = matmul.CANDIDATES[0]
+
+
+def capacity_mlp(
+    rows_eRH: jax.Array,
+    w_gate_up_eH2F: jax.Array,
+    w_down_eFH: jax.Array,
+    sizes_e: jax.Array,
+    expected_rows: float,
+    methods: Methods | None = None,
+) -> jax.Array:
+    """`grouped_mlp` where expert i owns the first sizes_e[i] (int32) of its R rows; [e,R,H].
+
+    expected_rows is the mean of sizes_e as far as it is known beforehand: it decides how rows are multiplied, unless
+    `methods` says it.
+    """
+    num_experts, num_rows, width = rows_eRH.shape
+    methods = methods or Methods(batched=num_rows - expected_rows <= LOST_SHARE * expected_rows + LOST_ROWS)
+    groups = capacity_groups(sizes_e, num_rows)
+    return grouped_mlp(rows_eRH.reshape(-1, width), w_gate_up_eH2F, w_down_eFH, groups, methods=methods).reshape(
+        rows_eRH.shape
+    )
 
 
 def grouped_mlp(
@@ -40,7 +72,7 @@ def grouped_mlp(
     """down(silu(gate(x)) * up(x)) of each row by its expert, in the dtype of the rows; gate columns come first.
 
     row_weights_R, float32, multiply the results (before the last product); those of rows that nobody owns are not
-    read. Sums and SwiGLU are float32. Dtypes and widths as `grouped_matmul` takes them; NotImplementedError otherwise.
+    read. Sums and SwiGLU are float32. Dtypes and widths as ../grouped_matmul takes them; NotImplementedError otherwise.
     For remat policies the result of the first product is named "expert_hidden".
     """
     matmul.check(rows_RH, w_gate_up_eH2F)
@@ -73,6 +105,10 @@ _grouped_mlp.defvjp(_forward, _backward)
 
 
 def _product(rows, weights, groups: Groups, methods: Methods, *, transposed: bool = False) -> jax.Array:
+    if methods.batched:
+        rows_eRK = rows.reshape(weights.shape[0], -1, rows.shape[1])
+        product_eRN = jnp.einsum("erk,enk->ern" if transposed else "erk,ekn->ern", rows_eRK, weights)
+        return product_eRN.reshape(rows.shape[0], -1)
     if methods.warp_specialized:
         from ..grouped_matmul_mgpu import op as matmul_mgpu
 

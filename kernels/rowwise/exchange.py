@@ -21,8 +21,15 @@ right for the same reason as for any other operation.
   grid larger than the GPU, or a GPU that shares its multiprocessors with NCCL or a matmul, delays but cannot
   deadlock. The exception is a PUT with fan-out, whose blocks all wait for the peers half-way: its grid is small
   enough to be on the GPU at once and to leave multiprocessors to NCCL, whose kernels may be waiting for peers in
-  their turn.
+  their turn. After that wait a block touches its own GPU's output only, so nobody waits a second time.
 * Counters are zeroed by XLA before the barrier and belong to one call, so calls do not share state.
+* No collective of the program can stand in for a start. A PUT depends on an all-gather, so every GPU has begun that
+  all-gather when the PUT runs; but what a peer runs in between (from counts to places) has its temporaries where XLA
+  likes, also in the memory that becomes the PUT's output. Only a wait that XLA puts directly before the call, after
+  its memory was given to it, tells that the memory is free. For a GET the peers' operands come from a product that
+  was queued after every earlier collective.
+* No end can be left to the next start either. An operand of a GET is dead for XLA when its own GPU is done with the
+  call, and the operation that follows may overwrite it; nothing obliges that operation to be one of this folder.
 
 What the caller owes: every GPU of the mesh makes the same calls in the same order (no `lax.cond` on a value that
 differs between devices), and two rows never go to one place. Rows that nobody puts stay unwritten, and may be
@@ -92,7 +99,8 @@ class Peers:
 
     def here(self) -> jax.Array:
         """This shard's index."""
-        return lax.axis_index(self.axis)
+        # A kernel that reaches into no peer has no table to read it from, and Mosaic would ask NVSHMEM.
+        return jnp.int32(0) if self.shards == 1 else lax.axis_index(self.axis)
 
     def mine(self, ref: Any) -> Any:
         """This shard's own array."""

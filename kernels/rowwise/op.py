@@ -1,29 +1,23 @@
-"""Four movements of rows between the shards of an ep group, adjoint in pairs, on one route map.
+"""Movements of rows between the shards of an ep group, adjoint in pairs, on one route map.
 
 Letters: S shards, T tokens of a shard, K choices, N rows of a shard's buffer, H row width. They run inside shard_map.
-
-The route map is int32 place_TK of each source: peer * N + row for the buffer row that belongs to (token, choice), or
--1 for none. A row belongs to at most one (source, token, choice); a row that belongs to none is never read and, after
-a PUT, is unwritten: it may be anything.
 
 | movement | here | rows over the link per GPU |
 | --- | --- | --- |
 | dispatch | PUT: a token's row, read once, to its K places | each routed row once |
 | dispatch backward | GET: float32 sum over k of the places' gradients | once |
-| combine | GET: float32 sum over k of weight * result, cast once | once |
-| combine backward | PUT of the output's gradient as it is; weights and their gradients as 4 bytes a row | once |
+| collect | GET: float32 sum over k of the places' results, cast once | once |
+| collect backward | PUT of the output's gradient as it is | once |
 
-Why the backward pass of combine puts *unweighted* rows: a row's gradient is weight * d_out, and the weight's gradient
-is <d_out, result>. Putting weighted rows would need every result a second time at the source (twice the link bytes),
-and <weight * d_out, result> / weight at the expert has no answer for a weight of 0. With d_out itself beside the
-result, both follow at the expert from rows that lie there: exact operands, one rounding, any weight. An expert layer
-that multiplies by the row's weight in its own backward pass needs only `put`, `put_numbers` and `get_numbers`: its
-SwiGLU derivative reads those rows anyway (<d_out, W h> = <W^T d_out, h>), and the two passes of `combine`'s
-derivative fall away.
+`collect` is the weighted combine of a layer whose experts multiply by the row's weight: weight * W h = W (weight * h),
+and their SwiGLU touches h anyway. The backward pass then needs no second look at the results either: a weight's
+gradient is <d_out, W h> = <W^T d_out, h>, at the expert, from what its derivative reads in any case, exact for a
+weight of 0 too. Weights and their gradients are 4 bytes a row, moved by `dispatch_weights`.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,129 +37,114 @@ class Movements:
     put: PutLaunch | None = dataclasses.field(default_factory=PutLaunch)
     get: GetLaunch | None = dataclasses.field(default_factory=GetLaunch)
 
+    @property
+    def fans(self) -> bool:
+        """Whether a movement needs all shards' places."""
+        return (self.put is not None and self.put.fan_out) or (self.get is not None and self.get.fan_in)
+
 
 KERNELS, PLAIN = Movements(), Movements(put=None, get=None)
 
 
+class RouteMap(NamedTuple):
+    """Where rows lie: peer * N + row for the buffer row that belongs to (token, choice), -1 for none; int32.
+
+    A row belongs to at most one (source, token, choice); a row that belongs to none is never read and, after a PUT, is
+    unwritten: it may be anything.
+    """
+
+    place_TK: jax.Array  # of this shard
+    place_STK: jax.Array | None = None  # of all shards; fan-out, fan-in and dispatch_weights need it
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dispatch(rows_TH: jax.Array, place_TK: jax.Array, num_rows: int, how: Movements = KERNELS) -> jax.Array:
+def dispatch(rows_TH: jax.Array, places: RouteMap, num_rows: int, how: Movements = KERNELS) -> jax.Array:
     """This shard's buffer [N,H] with every shard's rows at their places; differentiable in rows_TH.
 
     Raises ValueError for arrays that do not fit each other, NotImplementedError for rows that the kernels cannot move.
     """
-    return put(rows_TH, place_TK, num_rows, how)
+    return put(rows_TH, places, num_rows, how)
 
 
-def _dispatch_forward(rows_TH, place_TK, num_rows, how):
-    return put(rows_TH, place_TK, num_rows, how), place_TK
+def _dispatch_forward(rows_TH, places, num_rows, how):
+    return put(rows_TH, places, num_rows, how), _kept(places, how)
 
 
-def _dispatch_backward(num_rows, how, place_TK, d_rows_NH):
-    return get(d_rows_NH, None, place_TK, how), None
+def _dispatch_backward(num_rows, how, places, d_rows_NH):
+    return get(d_rows_NH, places, how), None
 
 
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def combine(rows_NH: jax.Array, weights_TK: jax.Array, place_TK: jax.Array, how: Movements = KERNELS) -> jax.Array:
-    """[T,H]: sum over k ascending of weights_TK[t,k] times the row at place_TK[t,k], in float32, cast once.
-
-    For results that the experts have not weighted; ep_jax weights them there and uses `collect`, so only tests and
-    tune.py call this. Differentiable in rows and weights; rows of the buffer without a place get a zero gradient.
-    Raises as `dispatch`.
-    """
-    return get(rows_NH, weights_TK, place_TK, how)
-
-
-def _combine_forward(rows_NH, weights_TK, place_TK, how):
-    return get(rows_NH, weights_TK, place_TK, how), (rows_NH, weights_TK, place_TK)
-
-
-def _combine_backward(how, residuals, d_out_TH):
-    rows_NH, weights_TK, place_TK = residuals
-    num_rows, wide = rows_NH.shape[0], jnp.promote_types(rows_NH.dtype, jnp.float32)
-    d_out_NH = put(d_out_TH, place_TK, num_rows, how)
-    weight_N, held_N = put_numbers(weights_TK, place_TK, num_rows, how)
-    # Selects, not products: rows without a place may be anything, on both sides.
-    d_out_NH = jnp.where(held_N[:, None], d_out_NH, 0).astype(wide)
-    d_rows_NH = (weight_N.astype(wide)[:, None] * d_out_NH).astype(rows_NH.dtype)
-    d_weight_N = jnp.sum(d_out_NH * jnp.where(held_N[:, None], rows_NH, 0).astype(wide), axis=1)
-    return d_rows_NH, get_numbers(d_weight_N, place_TK, how).astype(weights_TK.dtype), None
-
-
-combine.defvjp(_combine_forward, _combine_backward)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def collect(rows_NH: jax.Array, place_TK: jax.Array, how: Movements = KERNELS) -> jax.Array:
-    """`combine` of rows that the experts have weighted already: the adjoint of `dispatch`, and nothing else moves.
+def collect(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> jax.Array:
+    """[T,H]: float32 sum over k ascending of the rows at place_TK[t,k], cast once; the adjoint of `dispatch`.
 
-    Gradients of rows without a place are unwritten.
+    Differentiable in rows_NH; gradients of rows without a place are unwritten. Raises as `dispatch`.
     """
-    return get(rows_NH, None, place_TK, how)
+    return get(rows_NH, places, how)
 
 
-def _collect_forward(rows_NH, place_TK, how):
-    return get(rows_NH, None, place_TK, how), (place_TK, rows_NH.shape[0])
+def _collect_forward(rows_NH, places, how):
+    return get(rows_NH, places, how), (_kept(places, how), rows_NH.shape[0])
 
 
 def _collect_backward(how, residuals, d_out_TH):
-    place_TK, num_rows = residuals
-    return put(d_out_TH, place_TK, num_rows, how), None
+    places, num_rows = residuals
+    return put(d_out_TH, places, num_rows, how), None
 
 
 collect.defvjp(_collect_forward, _collect_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dispatch_weights(weights_TK: jax.Array, place_TK: jax.Array, num_rows: int, how: Movements = KERNELS) -> jax.Array:
-    """float32 [N]: the weight of each row of this shard's buffer, zero for a row without a place."""
-    return put_numbers(weights_TK.astype(jnp.float32), place_TK, num_rows, how)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def dispatch_weights(
+    weights_TK: jax.Array, weights_STK: jax.Array, places: RouteMap, num_rows: int, axis: str
+) -> jax.Array:
+    """float32 [N]: the weight of each row of this shard's buffer, zero for a row without a place.
+
+    weights_STK float32: every shard's weights_TK, which nothing exchanges here. Differentiable in weights_TK alone, by
+    one all-gather of the gradients' numbers.
+    """
+    assert places.place_STK is not None
+    row_STK = places.place_STK - lax.axis_index(axis) * num_rows
+    row_STK = jnp.where((row_STK >= 0) & (row_STK < num_rows), row_STK, num_rows)  # -1 is negative on every shard
+    return jnp.zeros(num_rows, jnp.float32).at[row_STK.reshape(-1)].set(weights_STK.reshape(-1), mode="drop")
 
 
-def _dispatch_weights_forward(weights_TK, place_TK, num_rows, how):
-    return dispatch_weights(weights_TK, place_TK, num_rows, how), place_TK
+def _dispatch_weights_forward(weights_TK, weights_STK, places, num_rows, axis):
+    return dispatch_weights(weights_TK, weights_STK, places, num_rows, axis), places.place_TK
 
 
-def _dispatch_weights_backward(num_rows, how, place_TK, d_weights_N):
-    return get_numbers(d_weights_N, place_TK, how), None
+def _dispatch_weights_backward(num_rows, axis, place_TK, d_weights_N):
+    return reference.get_numbers(d_weights_N, place_TK, axis), None, None
 
 
 dispatch_weights.defvjp(_dispatch_weights_forward, _dispatch_weights_backward)
 
 
-def put(rows_TH: jax.Array, place_TK: jax.Array, num_rows: int, how: Movements = KERNELS) -> jax.Array:
+def put(rows_TH: jax.Array, places: RouteMap, num_rows: int, how: Movements = KERNELS) -> jax.Array:
     """`dispatch` without a derivative."""
-    _check(rows_TH, place_TK, num_rows, how)
+    _check(rows_TH, places.place_TK, num_rows, how)
     if how.put is None:
-        return reference.put_rows(rows_TH, place_TK, num_rows, how.axis)
+        return reference.put_rows(rows_TH, places.place_TK, num_rows, how.axis)
     check_rows(rows_TH)
-    return put_rows(rows_TH, place_TK, num_rows, how.axis, how.put)
+    return put_rows(rows_TH, *places, num_rows, how.axis, how.put)
 
 
-def get(rows_NH: jax.Array, weights_TK: jax.Array | None, place_TK: jax.Array, how: Movements = KERNELS) -> jax.Array:
-    """`combine` without a derivative; weights of None are all 1."""
-    _check(None, place_TK, rows_NH.shape[0], how)
-    if weights_TK is not None and weights_TK.shape != place_TK.shape:
-        raise ValueError(f"weights_TK has shape {weights_TK.shape}: expected {place_TK.shape}, as place_TK")
+def get(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> jax.Array:
+    """`collect` without a derivative."""
+    _check(None, places.place_TK, rows_NH.shape[0], how)
     if how.get is None:
-        return reference.get_sum(rows_NH, weights_TK, place_TK, how.axis)
+        return reference.get_sum(rows_NH, places.place_TK, how.axis)
     check_rows(rows_NH)
-    weights_TK = None if weights_TK is None else weights_TK.astype(jnp.float32)
-    return get_sum(rows_NH, weights_TK, place_TK, how.axis, how.get)
+    return get_sum(rows_NH, *places, how.axis, how.get)
 
 
-def put_numbers(
-    values_TK: jax.Array, place_TK: jax.Array, num_rows: int, how: Movements = KERNELS
-) -> tuple[jax.Array, jax.Array]:
-    """([N] numbers at their places, zero elsewhere; [N] bool where one was put)."""
-    return reference.put_numbers(values_TK, place_TK, num_rows, how.axis)
-
-
-def get_numbers(values_N: jax.Array, place_TK: jax.Array, how: Movements = KERNELS) -> jax.Array:
-    """[T,K] numbers at their places, zero for a place of -1; what lies elsewhere in values_N is not read."""
-    return reference.get_numbers(values_N, place_TK, how.axis)
+def _kept(places: RouteMap, how: Movements) -> RouteMap:
+    """What the backward pass needs of a route map."""
+    return places if how.fans else RouteMap(places.place_TK)
 
 
 def _check(rows_TH: jax.Array | None, place_TK: jax.Array, num_rows: int, how: Movements) -> None:

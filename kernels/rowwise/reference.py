@@ -13,22 +13,12 @@ def put_rows(rows_TH: jax.Array, place_TK: jax.Array, num_rows: int, axis: str) 
     return _take(rows, jnp.where(source_N < 0, -1, source_N // place_TK.shape[1]))
 
 
-def get_sum(rows_NH: jax.Array, weights_TK: jax.Array | None, place_TK: jax.Array, axis: str) -> jax.Array:
+def get_sum(rows_NH: jax.Array, place_TK: jax.Array, axis: str) -> jax.Array:
     """[T,H] in the rows' dtype: float32 sum over k ascending, cast once."""
     rows = lax.all_gather(rows_NH, axis, tiled=True)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     terms = [_take(rows, place_TK[:, choice]).astype(wide) for choice in range(place_TK.shape[1])]
-    if weights_TK is not None:
-        # Selected, not multiplied by zero: a weight without a row may be anything.
-        weights_TK = jnp.where(place_TK < 0, 0, weights_TK).astype(wide)
-        terms = [weights_TK[:, choice, None] * term for choice, term in enumerate(terms)]
     return functools.reduce(jnp.add, terms).astype(rows.dtype)
-
-
-def put_numbers(values_TK: jax.Array, place_TK: jax.Array, num_rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
-    """([N] numbers at their places, zero elsewhere; [N] bool where one was put)."""
-    source_N = source_of_rows(place_TK, num_rows, axis)
-    return _take(lax.all_gather(values_TK, axis, tiled=True).reshape(-1), source_N), source_N >= 0
 
 
 def get_numbers(values_N: jax.Array, place_TK: jax.Array, axis: str) -> jax.Array:

@@ -2,11 +2,13 @@
 
 `python -m kernels.rowwise.tune --out rowwise.json` in a checkout, on 2 or more GPUs. Letters as in op.py. Routing,
 shapes and storage order are those of tools.bench layers: rows lie expert-major, source-major. A launch's output is
-compared with plain JAX, bit by bit (weights are powers of two, so products are exact and only the order of sums
-counts), in memory that was filled with NaN where the allocator is likely to put it. Then it runs several times in a
-trace; its time is the kernel's own, the median over calls of the slowest device. Rates count bytes that leave, or
-reach, a GPU over the link. Beside them stand XLA's barrier and what else a call ran. The first shape is tried with
-all launches, the others with the best few.
+compared with plain JAX, bit by bit, in memory that was filled with NaN where the allocator is likely to put it. Then it
+runs several times in a trace; its time is the kernel's own, the median over calls of the slowest device. Rates count
+bytes that leave, or reach, a GPU over the link. Beside them stand XLA's barrier and what else a call ran. The first
+shape is tried with all launches, the others with the best few.
+
+`--fans` tries the default launches and those that send a row to a peer once, at every shape, and ends with the four
+movements of a layer either way: whether the bytes saved are worth the copies and the maps.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from tools.bench.shapes import Shape, routing, shape_of
 from tools.bench.timing import is_kernel
 
 from .get import GetLaunch
-from .op import PLAIN, Movements, combine, dispatch, get, put
+from .op import PLAIN, Movements, RouteMap, collect, dispatch, get, put
 from .put import PutLaunch
 
 PUTS = (
@@ -63,13 +65,12 @@ FEW = 32  # blocks of a launch that may run beside a matmul; the best such one i
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One shape's arrays on the mesh: rows [S*T,H], buffers [S*N,H], weights and places [S*T,K]."""
+    """One shape's arrays on the mesh: rows [S*T,H], buffers [S*N,H], places [S*T,K]."""
 
     shape: Shape
     mesh: jax.sharding.Mesh
     rows: jax.Array
     buffer: jax.Array
-    weights: jax.Array
     places: jax.Array
     num_rows: int  # N
     off_bytes: int  # of all routed rows that leave the GPU that sends most
@@ -112,8 +113,6 @@ def make_problem(shape: Shape, mesh: jax.sharding.Mesh) -> Problem:
     buffer = make(
         lambda held: jnp.where(held, jax.random.normal(random, (len(held), shape.width), jnp.bfloat16), jnp.nan)
     )(jax.device_put(held, split))
-    powers = np.random.default_rng(0).integers(1, 5, (size[0], shape.choices))
-    weights = jax.device_put((0.5**powers).astype(np.float32), split)
     peers, row_bytes = places // num_rows, shape.width * 2
     away = (peers != np.arange(shards)[:, None, None]).sum(axis=(1, 2)).max()
     meets = (peers[..., None] == np.arange(shards)).any(axis=2).sum(axis=1)  # [source, peer]
@@ -123,7 +122,6 @@ def make_problem(shape: Shape, mesh: jax.sharding.Mesh) -> Problem:
         mesh,
         rows,
         buffer,
-        weights,
         jax.device_put(places.reshape(-1, shape.choices), split),
         num_rows,
         int(away) * row_bytes,
@@ -150,19 +148,18 @@ def relative_error(found: jax.Array, wanted: jax.Array) -> float:
 
 def try_launches(problem: Problem, movement: str, launches: Sequence[Any], ends: float, calls: int) -> list[dict]:
     """Compiles, checks and times launches of one movement; one row of results each."""
-    weights = () if movement == "get_unweighted" else (problem.weights,)
     if movement == "put":
         arguments = (problem.rows, problem.places)
         held = np.zeros(problem.mesh.size * problem.num_rows, bool)
         held[np.asarray(problem.places).ravel()] = True
         count = jax.device_put(held, NamedSharding(problem.mesh, PartitionSpec("ep")))
     else:
-        arguments, count = (problem.buffer, problem.places, *weights), None
+        arguments, count = (problem.buffer, problem.places), None
 
     def run(how):
         if movement == "put":
-            return lambda rows, places: put(rows, places, problem.num_rows, how)
-        return lambda rows, places, *weights: get(rows, weights[0] if weights else None, places, how)
+            return lambda rows, places: put(rows, route_map(places), problem.num_rows, how)
+        return lambda rows, places: get(rows, route_map(places), how)
 
     wanted = jax.block_until_ready(problem.jit(run(PLAIN))(*arguments))
     results, ready = [], []
@@ -239,30 +236,41 @@ def trace_calls(runs: Sequence[tuple], calls: int) -> tuple[list[Event], dict[st
     return events, {name: round(ms, 4) for name, ms in sorted(by_name.items(), key=lambda item: -item[1])}
 
 
+def route_map(place_TK: jax.Array) -> RouteMap:
+    """Inside shard_map; only launches with fans use the places of all shards, and XLA drops the gather for the others.
+
+    A layer has them from its plan (ep_jax/ep/rowwise_gpu.py), so the gather counts for nothing there.
+    """
+    return RouteMap(place_TK, jax.lax.all_gather(place_TK, "ep"))
+
+
 def check_derivatives(problem: Problem, how: Movements, calls: int) -> dict[str, Any]:
-    """Largest errors of dispatch, combine and their gradients against plain JAX, relative; and ms a call by kernel."""
+    """Largest errors of dispatch, collect and their gradients against plain JAX, relative; and ms a call by kernel."""
 
     def run(how):
-        def local(rows, weights, places):
-            def layer(rows, weights):
+        def local(rows, places):
+            places = route_map(places)
+
+            def layer(rows):
                 arrived = dispatch(rows, places, problem.num_rows, how)
                 # Rows that nobody put may be anything, and here become NaN: nothing may read them.
-                return combine(arrived * jnp.where(jnp.isnan(arrived), jnp.nan, 1), weights, places, how)
+                return collect(arrived * jnp.where(jnp.isnan(arrived), jnp.nan, 1), places, how)
 
-            out, pull = jax.vjp(layer, rows, weights)
+            out, pull = jax.vjp(layer, rows)
             return (out, *pull(rows))
 
         return problem.jit(local)
 
-    arguments = (problem.rows, problem.weights, problem.places)
+    arguments = (problem.rows, problem.places)
     wanted = run(PLAIN)(*arguments)
     function = run(how).lower(*arguments).compile()
     jax.block_until_ready(jnp.full_like(problem.buffer, jnp.nan))
     found = function(*arguments)
-    names = ("out", "d_rows", "d_weights")
+    names = ("out", "d_rows")
     errors = {name: relative_error(one, right) for name, one, right in zip(names, found, wanted, strict=True)}
     _, kernels = trace_calls([(function, arguments)], calls)
-    return {"movement": "derivatives", "shape": problem.shape.name, "errors": errors, "ms": kernels}
+    total, launches = round(sum(kernels.values()), 4), dataclasses.asdict(how)
+    return {"shape": problem.shape.name, "launches": launches, "errors": errors, "total_ms": total, "ms": kernels}
 
 
 def main() -> None:
@@ -275,6 +283,7 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=int, default=2, help="launches tried on the other shapes, and as many with few blocks"
     )
+    parser.add_argument("--fans", action="store_true", help="only the default launches and those with fans")
     parser.add_argument("--calls", type=int, default=8, help="timed calls of a launch")
     parser.add_argument("--seconds", type=float, default=85.0, help="after this no further launch is begun")
     arguments = parser.parse_args()
@@ -286,7 +295,10 @@ def main() -> None:
         "rows": [],
         "derivatives": [],
     }
-    best: dict[str, list[Any]] = {"put": list(PUTS), "get": list(GETS)}
+    wanted = {"put": list(PUTS), "get": list(GETS)}
+    if arguments.fans:
+        wanted = {name: launches[:1] + [one for one in launches if _fans(one)] for name, launches in wanted.items()}
+    best: dict[str, list[Any]] = dict(wanted)
     for name in arguments.shapes:
         problem = make_problem(shape_of(name), mesh)
         print(f"{name}: {problem.num_rows} rows a buffer, {problem.off_bytes / 1e6:.0f} MB leave a GPU", flush=True)
@@ -294,11 +306,10 @@ def main() -> None:
             rows = try_launches(problem, movement, best[movement], ends, arguments.calls)
             record["rows"] += rows
             arguments.out.write_text(json.dumps(record, indent=1))
-            if len(best[movement]) == len(PUTS if movement == "put" else GETS):
+            if best[movement] == wanted[movement]:
                 best[movement] = best_of(rows, best[movement], arguments.keep)
         plain = [next(launch for launch in best[movement] if not _fans(launch)) for movement in ("put", "get")]
         fans = [next((launch for launch in best[movement] if _fans(launch)), None) for movement in ("put", "get")]
-        record["rows"] += try_launches(problem, "get_unweighted", [plain[1]], ends, arguments.calls)
         for pair in (plain, fans):
             try:
                 record["derivatives"].append(check_derivatives(problem, Movements("ep", *pair), arguments.calls))

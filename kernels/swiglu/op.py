@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import call
-from ..gather_rows.op import check_rows
 from ..grouped_matmul.tiles import Groups, num_tiles, plan_tiles
 
 
@@ -104,4 +103,4 @@ def swiglu_gradient(
 
 
 def _check(hidden_R2F: jax.Array) -> None:
-    check_rows(jax.ShapeDtypeStruct((hidden_R2F.shape[0], hidden_R2F.shape[1] // 2), hidden_R2F.dtype))
+    call.check_rows(jax.ShapeDtypeStruct((hidden_R2F.shape[0], hidden_R2F.shape[1] // 2), hidden_R2F.dtype))

@@ -1,12 +1,18 @@
-"""Experts on grouped rows: blocks and ragged products against NumPy in float64, odd and empty groups, unused tails."""
+"""Experts on grouped rows: blocks and ragged products against NumPy in float64, odd and empty groups, unused tails.
+
+And what padding a transport expects, against its own plan.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep_jax.ep import blocks
+from ep_jax.ep import EPConfig, blocks
+from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows, swiglu_experts
+from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.routes import Routes
 
 H, F = 8, 4
 SIZES = ([0, 1, 7, 63, 64, 65, 300], [500, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 512])
@@ -89,3 +95,30 @@ def test_large_experts_are_left_to_ragged_products():
     assert blocks.worthwhile(65_536, 96, 192, 384)
     assert not blocks.worthwhile(65_536, 16, 3072, 6144)
     assert not blocks.worthwhile(65_536, 1, 192, 384)
+
+
+@pytest.mark.parametrize(
+    ("factors", "padding"),
+    [
+        (dict(sender_factor=1.1, receiver_factor=1.25), 0.2),
+        (dict(sender_factor=1.1, receiver_factor=1.25, waves=4), 0.2),
+        (dict(sender_factor=0.75, receiver_factor=1.0), 0.25),  # the senders drop a quarter
+    ],
+    ids=str,
+)
+def test_padding_is_known_beforehand(factors, padding):
+    """Where every expert is chosen equally often, in each wave too, as many rows are filled as were expected."""
+    shards, experts, choices, tokens = 4, 8, 1, 256
+    shape = LayerShape(shards, experts, choices, tokens)
+    transport = PooledWave(EPConfig(order="sequence", **factors), shape)
+    token_T1 = np.arange(tokens)[:, None]  # to the shards in turn, and there to an expert four times, then to the other
+    ids_TK = token_T1 % shards * (experts // shards) + token_T1 // (4 * shards) % (experts // shards)
+    total = jnp.int32(shards * tokens)
+    routes = Routes(jnp.asarray(ids_TK, jnp.int32), jnp.ones((tokens, choices)), jnp.ones(tokens, bool), total, 16)
+    plan = transport.plan(routes)  # of every shard: all send the same
+    local_id_WSP = plan.local_id_Q.reshape(transport.waves, shards, transport.pool_rows)
+    for wave in range(transport.waves):
+        came_SP = jnp.stack([local_id_WSP[wave, 0]] * shards)
+        sizes_e = transport.accept(came_SP, plan.expert_limit).sizes_e
+        np.testing.assert_array_equal(sizes_e, transport.balanced_rows)
+    assert transport.balanced_rows / transport.expert_rows == 1 - padding

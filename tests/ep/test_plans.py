@@ -19,6 +19,7 @@ from ep_jax.ep.ranking import count_groups, from_rank_order, invert, rank_in_gro
 from tests.ep import ep_cases
 
 SEEDS = st.integers(0, 2**31)
+COUNT = jax.jit(count_groups, static_argnums=1)
 FILL, AGREEMENTS = jax.jit(fill), {name: jax.jit(keep) for name, keep in AGREED.items()}
 
 # --- ranks and inverses -----------------------------------------------------------------------------------------------
@@ -39,13 +40,13 @@ def test_rank_in_group(monkeypatch, most_groups_for_scan, num_groups):
 
 @pytest.mark.parametrize("num_groups", [8, 100])  # either branch
 def test_ranks_beyond_256_are_distinct(num_groups):
-    ranks = rank_in_group(jnp.zeros(600, jnp.int32), num_groups)
+    ranks = jax.jit(functools.partial(rank_in_group, num_groups=num_groups))(jnp.zeros(600, jnp.int32))
     assert ranks.tolist() == list(range(600))
 
 
 @hypothesis.given(st.lists(st.integers(-3, 9), min_size=30, max_size=30))
 def test_count_groups(ids):
-    counts = count_groups(jnp.asarray(ids, jnp.int32), 7)
+    counts = COUNT(jnp.asarray(ids, jnp.int32), 7)
     assert counts.dtype == jnp.int32
     assert counts.tolist() == [ids.count(group) for group in range(7)]
 
@@ -131,21 +132,22 @@ def check_payload(local_experts):
     slots, width = 2 * local_experts + 3, 8  # several header rows, the last one not full
     numbers = np.stack([rng.permutation(slots) % (local_experts + 1) for _ in range(3)])
     layout = payload.Layout(slots, local_experts, width)
+    pack, unpack, rows_of, by_row = map(jax.jit, (layout.pack, layout.unpack, layout.rows_of, layout.by_row))
     size = layout.header + slots
     rows = jnp.asarray(rng.normal(size=(3 * size, width)), jnp.bfloat16)
-    packed = layout.pack(jnp.asarray(numbers, jnp.int32), rows)
+    packed = pack(jnp.asarray(numbers, jnp.int32), rows)
     assert packed.dtype == jnp.bfloat16
     assert packed.shape == (3, payload.header_rows(slots, local_experts, width) + slots, width)
-    found, found_rows = layout.unpack(packed)
+    found, found_rows = unpack(packed)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, numbers)
-    places = layout.rows_of(jnp.arange(-1, 3 * slots, dtype=jnp.int32))
+    places = rows_of(jnp.arange(-1, 3 * slots, dtype=jnp.int32))
     wanted = [-1] + [peer * size + layout.header + slot for peer in range(3) for slot in range(slots)]
     np.testing.assert_array_equal(places, wanted)
     ep_cases.check_same_bits(found_rows[places[1:]], rows[places[1:]])
-    by_row = np.full(3 * size, -1)
-    by_row[wanted[1:]] = np.arange(3 * slots)
-    np.testing.assert_array_equal(layout.by_row(jnp.arange(3 * slots, dtype=jnp.int32)), by_row)
+    slot_of = np.full(3 * size, -1)
+    slot_of[wanted[1:]] = np.arange(3 * slots)
+    np.testing.assert_array_equal(by_row(jnp.arange(3 * slots, dtype=jnp.int32)), slot_of)
 
 
 def test_digits_are_few_and_exact():

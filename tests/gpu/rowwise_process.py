@@ -21,7 +21,7 @@ N = T * K + 128
 def main(rank: int, count: int, port: int, *, anyway: bool) -> None:
     jax.distributed.initialize(f"localhost:{port}", count, rank, local_device_ids=[rank])
     from ep_jax_kernels.rowwise.exchange import check_devices
-    from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, get, put
+    from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, RouteMap, get, put
 
     try:
         check_devices(jax.devices())
@@ -36,14 +36,11 @@ def main(rank: int, count: int, port: int, *, anyway: bool) -> None:
     rng = np.random.default_rng(0)
     places = rng.permutation(count * N)[: count * T * K].reshape(-1, K).astype(np.int32)
     rows = rng.standard_normal((count * T, H)).astype(jnp.bfloat16)
-    weights = (0.5 ** rng.integers(1, 4, places.shape)).astype(np.float32)
-    arguments = [
-        jax.make_array_from_callback(x.shape, split, lambda index, x=x: x[index]) for x in (rows, weights, places)
-    ]
+    arguments = [jax.make_array_from_callback(x.shape, split, lambda index, x=x: x[index]) for x in (rows, places)]
 
     def step(how):
-        def local(rows, weights, places):
-            return get(put(rows, places, N, how), weights, places, how)
+        def local(rows, places):
+            return get(put(rows, RouteMap(places), N, how), RouteMap(places), how)
 
         return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
 

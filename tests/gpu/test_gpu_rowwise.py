@@ -1,8 +1,9 @@
 """One-sided movements on real GPUs against plain JAX, bit by bit: nothing may be seen too early or too late.
 
-Run on a machine with at least two GPUs: `python -m pytest -m gpu tests/gpu/test_gpu_rowwise.py`. Weights are powers
-of two and experts are factors of two, so every product is exact and only the order of sums counts. Letters: S shards,
-L layers, T tokens of a shard, K choices, N rows of a shard's buffer, H width.
+Run on a machine with at least two GPUs: `python -m pytest -m gpu tests/gpu/test_gpu_rowwise.py`, or with `-k fan` for
+launches that send a row to a peer once. Weights are powers of two and experts are factors of two, so every product is
+exact and only the order of sums counts. Letters: S shards, L layers, T tokens of a shard, K choices, N rows of a
+shard's buffer, H width.
 """
 
 import functools
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ep_jax_kernels.rowwise.get import GetLaunch
-from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, Movements, combine, dispatch
+from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, Movements, RouteMap, collect, dispatch, dispatch_weights
 from ep_jax_kernels.rowwise.put import PutLaunch
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ep_jax.ep import EPConfig, routed_experts
+from ep_jax.ep import EPConfig, layer, routed_experts, rowwise_gpu
 from ep_jax.mesh import MeshConfig
 from ep_jax.mesh import make_mesh as configured_mesh
 
@@ -35,6 +37,7 @@ LARGE = Movements(
     put=PutLaunch(blocks=700, groups=2, slots=2, ahead=1, direct=True), get=GetLaunch(blocks=600, slots=4)
 )
 FAN_OUT = Movements(put=PutLaunch(groups=2, slots=16, ahead=8, fan_out=True))
+FANS = Movements(put=FAN_OUT.put, get=GetLaunch(blocks=64, groups=2, slots=9, fan_in=True))
 SMALL_FAN_OUT = Movements(put=PutLaunch(blocks=5, slots=3, ahead=2, direct=True, fan_out=True))
 
 
@@ -49,31 +52,40 @@ def random_places(rng, groups, shards, num_rows):
     return np.where(rng.random(places.shape) < 0.1, -1, places)
 
 
-def layers(how, num_rows, rows_TH, weights_LTK, places_LTK):
+def experts(how, rows_TH, weights_TK, places_TK, held_N):
+    """[T,H]: the sum of each token's rows times 2 times their weights."""
+    places = RouteMap(places_TK, lax.all_gather(places_TK, "ep"))
+    arrived_NH = dispatch(rows_TH, places, held_N.size, how)
+    weights_N = dispatch_weights(weights_TK, lax.all_gather(weights_TK, "ep"), places, held_N.size, "ep")
+    weighted_NH = arrived_NH.astype(jnp.float32) * 2 * weights_N[:, None]
+    return collect(jnp.where(held_N[:, None], weighted_NH, jnp.nan).astype(arrived_NH.dtype), places, how)
+
+
+def held(places_TK, num_rows):
+    """bool [N]: rows of this shard's buffer that somebody puts."""
+    everybody = lax.all_gather(places_TK, "ep", tiled=True).reshape(-1)
+    here = everybody - lax.axis_index("ep") * num_rows
+    here = jnp.where((here < 0) | (here >= num_rows), num_rows, here)
+    return jnp.zeros(num_rows, bool).at[here].set(True, mode="drop")
+
+
+def scanned_layers(how, num_rows, rows_TH, weights_LTK, places_LTK):
     """[T,H] after L layers in a scan with remat; a row that nobody put becomes NaN at the expert."""
 
     @jax.checkpoint
-    def layer(rows_TH, scanned):
+    def one_layer(rows_TH, scanned):
         weights_TK, places_TK, held_N = scanned
-        arrived_NH = dispatch(rows_TH, places_TK, num_rows, how)
-        results_NH = jnp.where(held_N[:, None], arrived_NH * 2, jnp.nan)
-        return combine(results_NH, weights_TK, places_TK, how), None
+        return experts(how, rows_TH, weights_TK, places_TK, held_N), None
 
-    def held(places_TK):
-        everybody = jax.lax.all_gather(places_TK, "ep", tiled=True).reshape(-1)
-        here = everybody - jax.lax.axis_index("ep") * num_rows
-        here = jnp.where((here < 0) | (here >= num_rows), num_rows, here)
-        return jnp.zeros(num_rows, bool).at[here].set(True, mode="drop")
-
-    held_LN = jnp.stack([held(places_TK) for places_TK in places_LTK])
-    return jax.lax.scan(layer, rows_TH, (weights_LTK, places_LTK, held_LN))[0]
+    held_LN = jnp.stack([held(places_TK, num_rows) for places_TK in places_LTK])
+    return lax.scan(one_layer, rows_TH, (weights_LTK, places_LTK, held_LN))[0]
 
 
 def make_step(how, mesh, num_rows):
     """(rows, weights, places) -> (out, gradients of rows and weights)."""
 
     def local(rows_TH, weights_LTK, places_LTK):
-        out_TH, pull = jax.vjp(lambda *a: layers(how, num_rows, *a, places_LTK), rows_TH, weights_LTK)
+        out_TH, pull = jax.vjp(lambda *a: scanned_layers(how, num_rows, *a, places_LTK), rows_TH, weights_LTK)
         return (out_TH, *pull(rows_TH))
 
     by_layer = PartitionSpec(None, AXES)
@@ -128,15 +140,12 @@ def test_fan_in_is_close():
     devices = jax.device_count()
     mesh, num_rows, rng = make_mesh(1, devices), T * K + 128, np.random.default_rng(3)
     split = NamedSharding(mesh, PartitionSpec(AXES))
-    how = Movements(put=FAN_OUT.put, get=GetLaunch(blocks=64, groups=2, slots=9, fan_in=True))
     spec = PartitionSpec(AXES)
 
     def step(how):
         def local(rows_TH, weights_TK, places_TK):
-            def layer(rows_TH, weights_TK):
-                return combine(dispatch(rows_TH, places_TK, num_rows, how), weights_TK, places_TK, how)
-
-            out_TH, pull = jax.vjp(layer, rows_TH, weights_TK)
+            held_N = held(places_TK, num_rows)
+            out_TH, pull = jax.vjp(lambda *floats: experts(how, *floats, places_TK, held_N), rows_TH, weights_TK)
             return (out_TH, *pull(rows_TH))
 
         return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
@@ -150,7 +159,7 @@ def test_fan_in_is_close():
                 random_places(rng, 1, devices, num_rows),
             )
         ]
-        for one, right in zip(step(how)(*arguments), step(PLAIN)(*arguments), strict=True):
+        for one, right in zip(step(FANS)(*arguments), step(PLAIN)(*arguments), strict=True):
             one, right = np.asarray(one, np.float64), np.asarray(right, np.float64)
             assert np.linalg.norm(one - right) < 3e-3 * np.linalg.norm(right)
 
@@ -164,8 +173,8 @@ def test_two_calls_in_one_program():
     weights = jax.device_put(np.full((devices * T, K), 0.5, np.float32), split)
 
     def local(how, rows_TH, weights_TK, first_TK, second_TK):
-        one = combine(dispatch(rows_TH, first_TK, num_rows, how), weights_TK, first_TK, how)
-        two = combine(dispatch(rows_TH * 2, second_TK, num_rows, how), weights_TK, second_TK, how)
+        one = experts(how, rows_TH, weights_TK, first_TK, held(first_TK, num_rows))
+        two = experts(how, rows_TH * 2, weights_TK, second_TK, held(second_TK, num_rows))
         return one, two
 
     def jit(how, **options):
@@ -183,11 +192,13 @@ def test_two_calls_in_one_program():
             np.testing.assert_array_equal(one, right, err_msg=f"call {seed}")
 
 
+@pytest.mark.parametrize("how", [KERNELS, FANS], ids=["plain", "fans"])
 @pytest.mark.parametrize(
     "policy", [{"receiver_factor": 0.8}, {"receiver_factor": 4.0, "waves": 2}], ids=["drops", "waves"]
 )
-def test_transport_equals_the_emulation(policy):
+def test_transport_equals_the_emulation(monkeypatch, policy, how):
     """A layer in float32: kept sets exactly, values and gradients closely."""
+    monkeypatch.setattr(rowwise_gpu, "RowwiseGPU", functools.partial(rowwise_gpu.RowwiseGPU, how=how))
     shards, experts, tokens, width, hidden = jax.device_count(), 16, 256, 512, 64
     rng = np.random.default_rng(2)
     mesh = configured_mesh(MeshConfig(ep=shards))
@@ -201,6 +212,9 @@ def test_transport_equals_the_emulation(policy):
         normal(experts, width, 2 * hidden) * width**-0.5,
         normal(experts, hidden, width) * hidden**-0.5,
     )
+
+    # Rowwise without kernels is the emulation, which users are refused on GPUs.
+    monkeypatch.setattr(layer, "definite", lambda settings, *args: (settings, ""))
 
     def run(kernels):
         settings = EPConfig(transport="rowwise", kernels=kernels, **policy)

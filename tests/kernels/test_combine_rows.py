@@ -41,24 +41,22 @@ def combined(rows, weights, place, d_out):
 def test_values_and_gradients(ops, dtype, tokens, choices, num_rows, width):
     rows, weights, place, assignment, d_out = problem(tokens, choices, num_rows, width, dtype)
 
-    def run(rows, weights):
-        return ops.combine_rows.combine_rows(rows, weights, jnp.asarray(place), jnp.asarray(assignment), dtype)
+    def run(combine_rows):
+        out, pull = jax.vjp(
+            lambda rows, weights: combine_rows(rows, weights, jnp.asarray(place), jnp.asarray(assignment), dtype),
+            *map(jnp.asarray, (rows, weights)),
+        )
+        return out, *pull(jnp.asarray(d_out))
 
-    out, pull = jax.vjp(run, jnp.asarray(rows), jnp.asarray(weights))
-    found = out, *pull(jnp.asarray(d_out))
+    found, plain = run(ops.combine_rows.combine_rows), run(reference.combine_rows)
     wanted = combined(rows, weights, place, d_out)
-    plain = (
-        reference.combine_rows(jnp.asarray(rows), jnp.asarray(weights), jnp.asarray(place), dtype),
-        *reference.combine_rows_gradient(*map(jnp.asarray, (d_out, rows, weights, place, assignment))),
-    )
     for name, got, other, right in zip(("out", "d_rows", "d_weights"), found, plain, wanted, strict=True):
         # float16: half a unit in the last place of one rounding; what is summed in float32 is not rounded again.
         tolerance = 1e-3 if dtype == np.float16 and name != "d_weights" else 1e-5
         for array in (got, other):
             np.testing.assert_allclose(array, right, rtol=tolerance, atol=tolerance, err_msg=name)
-    assert out.dtype == dtype
-    assert found[1].dtype == dtype
-    assert found[2].dtype == jnp.float32
+    for gradients in (found, plain):
+        assert [array.dtype for array in gradients] == [dtype, dtype, jnp.float32]
 
 
 def test_bfloat16_rows_are_widened_before_they_are_multiplied(ops):

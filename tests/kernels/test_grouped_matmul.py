@@ -52,13 +52,14 @@ def check(found, wanted, owned, tolerance=2e-5):
             np.testing.assert_allclose(got[owned], right[owned], rtol=0, atol=tolerance * 30, err_msg=name)
 
 
-def differentiate(ops, groups, launch, rows, weights, d_out):
-    out, pull = jax.vjp(
-        lambda x, w: ops.grouped_matmul.grouped_matmul(x, w, groups, launch, launch, launch),
-        jnp.asarray(rows),
-        jnp.asarray(weights),
+def products(ops, groups, launch, rows, weights, d_out):
+    """(product, gradient of the rows, gradient of the weights)."""
+    op, (rows, weights, d_out) = ops.grouped_matmul, map(jnp.asarray, (rows, weights, d_out))
+    return (
+        op.product(rows, weights, groups, launch=launch),
+        op.product(d_out, weights, groups, transposed=True, launch=launch),
+        op.weight_product(rows, d_out, groups, weights.dtype, launch),
     )
-    return out, *pull(jnp.asarray(d_out))
 
 
 @pytest.mark.parametrize(("launch", "k", "n"), [(EVEN, K, N), (UNEVEN, ODD_K, ODD_N)], ids=["even", "uneven"])
@@ -67,7 +68,7 @@ def test_ragged_rows(ops, sizes, launch, k, n):
     groups = ragged_groups(jnp.array(sizes, jnp.int32))
     starts = np.cumsum(sizes) - sizes
     *given, owned = problem(starts, sizes, 512, k, n)
-    check(differentiate(ops, groups, launch, *given), multiplied(starts, sizes, *given), owned)
+    check(products(ops, groups, launch, *given), multiplied(starts, sizes, *given), owned)
 
 
 @pytest.mark.parametrize(("launch", "k", "n"), [(EVEN, K, N), (UNEVEN, ODD_K, ODD_N)], ids=["even", "uneven"])
@@ -75,13 +76,13 @@ def test_capacity_rows_skip_unwritten_tails(ops, launch, k, n):
     groups = capacity_groups(jnp.array(SIZES, jnp.int32), CAPACITY_ROWS)
     starts = np.arange(len(SIZES)) * CAPACITY_ROWS
     *given, owned = problem(starts, SIZES, len(SIZES) * CAPACITY_ROWS, k, n)
-    check(differentiate(ops, groups, launch, *given), multiplied(starts, SIZES, *given), owned)
+    check(products(ops, groups, launch, *given), multiplied(starts, SIZES, *given), owned)
 
 
 def test_half_precision_sums_in_float32(ops):
     groups = ragged_groups(jnp.array([200, 57], jnp.int32))
     *given, owned = problem([0, 200], [200, 57], 260, K, N, np.float16)
-    found = differentiate(ops, groups, EVEN, *given)
+    found = products(ops, groups, EVEN, *given)
     assert {str(array.dtype) for array in found} == {"float16"}
     check(found, multiplied([0, 200], [200, 57], *given), owned, tolerance=1e-3)
     wide = ops.grouped_matmul.weight_product(
@@ -136,4 +137,4 @@ def test_what_the_kernels_cannot_do_is_refused(ops, rows, weights):
     groups = ragged_groups(jnp.array([4, 4], jnp.int32))
     (row_type, k), (weight_type, n) = rows, weights
     with pytest.raises(NotImplementedError, match="must be"):
-        ops.grouped_matmul.grouped_matmul(jnp.zeros((8, k), row_type), jnp.zeros((2, k, n), weight_type), groups)
+        ops.grouped_matmul.product(jnp.zeros((8, k), row_type), jnp.zeros((2, k, n), weight_type), groups)

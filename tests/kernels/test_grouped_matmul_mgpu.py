@@ -20,7 +20,6 @@ ROWS = 512
 CAPACITY_ROWS = 304  # of each expert, at least the largest of SIZES
 WIDTH, OTHER_WIDTH = 128, 512
 SMALL = Launch(block_n=128, stages=3, group=3)
-SWIGLU = Launch(stages=3, group=3)
 
 
 @pytest.fixture
@@ -81,21 +80,6 @@ def test_capacity_rows_skip_unwritten_tails():
     check(capacity_groups(jnp.array(SIZES, jnp.int32), CAPACITY_ROWS), len(SIZES) * CAPACITY_ROWS)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.usefixtures("interpreted")
-def test_swiglu_follows_from_the_sums(weighted):
-    groups = ragged_groups(jnp.array(SIZES, jnp.int32))
-    rows, weights, owner = problem(groups, ROWS)
-    row_weights = np.where(owner >= 0, np.random.default_rng(1).random(ROWS), np.nan) if weighted else None
-    given = (rows, weights, groups, jnp.asarray(row_weights, jnp.float32) if weighted else None)
-    hidden, middle = jax.jit(functools.partial(op.gate_up, launch=SWIGLU))(*given)
-    wanted = multiplied(rows, weights, owner)
-    gate, up = np.split(wanted, 2, axis=1)
-    wanted_middle = gate / (1 + np.exp(-gate)) * up
-    assert_close(hidden, wanted, owner)
-    assert_close(middle, row_weights[:, None] * wanted_middle if weighted else wanted_middle, owner)
-
-
 def test_tiles_begin_aligned_and_hold_both_sides_of_every_owned_row():
     rng = np.random.default_rng(0)
     many = [*RAGGED, *rng.multinomial(ROWS, rng.dirichlet(np.full(7, 0.3)), 20).tolist()]
@@ -130,21 +114,13 @@ def test_the_default_launch_lowers_for_cuda(transposed):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
 
 
-def test_swiglu_lowers_for_cuda():
-    shapes = ((1024, 512), jnp.bfloat16), ((8, 512, 1024), jnp.bfloat16), ((8,), jnp.int32)
-    traced = jax.jit(lambda rows, weights, sizes: op.gate_up(rows, weights, ragged_groups(sizes))).trace(
-        *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    )
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
-
-
 def test_outputs_vary_over_the_mesh_axes_of_the_inputs():
     """Also under checkpoint and scan, as a layer uses them."""
     mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     @jax.checkpoint
     def layer(rows, weights, sizes):
-        hidden, _ = op.gate_up(rows, weights, ragged_groups(sizes))
+        hidden = op.product(rows, weights, ragged_groups(sizes))
         return op.product(hidden, weights, ragged_groups(sizes), transposed=True)
 
     def local(rows, weights, sizes):
@@ -183,5 +159,5 @@ def test_a_wrong_call_is_refused():
     rows, weights = jnp.zeros((512, 512), jnp.bfloat16), jnp.zeros((2, 1024, 512), jnp.bfloat16)
     with pytest.raises(ValueError, match="must be the same"):
         op.product(rows, weights, groups)
-    with pytest.raises(ValueError, match="block_n 128: must be a multiple of 256"):
-        op.gate_up(rows, weights.swapaxes(1, 2), groups, launch=SMALL)
+    with pytest.raises(ValueError, match="block_n 192: must be a multiple of 128"):
+        op.product(rows, weights.swapaxes(1, 2), groups, launch=Launch(block_n=192))

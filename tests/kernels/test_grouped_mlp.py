@@ -1,9 +1,12 @@
 """SwiGLU experts in Triton's interpreter against NumPy in float64: each expert on its own, unused rows poisoned."""
 
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ep_jax_kernels import call
 from ep_jax_kernels.grouped_matmul.op import Launch
 from ep_jax_kernels.grouped_matmul.tiles import capacity_groups, ragged_groups
 from ep_jax_kernels.grouped_mlp import reference
@@ -59,12 +62,12 @@ def by_hand(groups, rows, w_gate_up, w_down, row_weights, d_out):
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "batched"), [("ragged", False), ("capacity", False), ("capacity", True)])
 @pytest.mark.parametrize(("launch", "width", "hidden"), [(EVEN, 32, 16), (UNEVEN, 40, 24)], ids=["even", "uneven"])
-def test_values_and_gradients(ops, layout, weighted, launch, width, hidden):
+def test_values_and_gradients(ops, layout, batched, weighted, launch, width, hidden):
     groups, owned, *given, d_out = problem(layout, width, hidden)
     row_weights = np.where(owned, np.random.default_rng(1).integers(0, 3, len(owned)), np.nan).astype(np.float32)
-    methods = Methods(rows=launch, weights=launch)
+    methods = Methods(batched=batched, rows=launch, weights=launch)
 
     def layer(rows, w_gate_up, w_down, row_weights):
         weights = row_weights if weighted else None
@@ -85,6 +88,43 @@ def test_values_and_gradients(ops, layout, weighted, launch, width, hidden):
                 np.testing.assert_allclose(
                     got[expert], right[expert], rtol=0, atol=2e-5 * scale, err_msg=f"{name} of expert {expert}"
                 )
+
+
+@pytest.mark.parametrize(("padding_rows", "batched"), [(-10, True), (80, True), (100, False)])
+def test_capacity_rows_are_multiplied_by_what_padding_makes_faster(ops, monkeypatch, padding_rows, batched):
+    groups, owned, rows, w_gate_up, w_down, d_out = problem("capacity", 32, 16)
+    product = Mock(wraps=ops.grouped_matmul.product)
+    monkeypatch.setattr(ops.grouped_matmul, "product", product)
+    arguments = (jnp.asarray(rows).reshape(len(SIZES), -1, 32), *map(jnp.asarray, (w_gate_up, w_down)))
+    expected_rows = max(SIZES) - padding_rows
+    out, pull = jax.vjp(lambda *given: ops.grouped_mlp.capacity_mlp(*given, groups.sizes_e, expected_rows), *arguments)
+    found = out, *pull(jnp.asarray(d_out).reshape(out.shape))
+    assert product.call_count == (0 if batched else 4)
+    wanted = by_hand(groups, rows, w_gate_up, w_down, np.ones(len(owned)), d_out)
+    for got, right in zip(found[:2], wanted, strict=False):
+        np.testing.assert_allclose(np.asarray(got).reshape(len(owned), -1)[owned], right[owned], rtol=0, atol=3e-4)
+    for got, right in zip(found[2:], wanted[2:], strict=False):
+        np.testing.assert_allclose(got, right, rtol=0, atol=2e-5 * np.abs(right).max())
+
+
+def test_a_remat_policy_can_keep_the_first_product_by_its_name(ops, monkeypatch):
+    """Of five products of rows the backward pass repeats one: the first."""
+
+    def launch(array, *_, out_shape, **__):
+        """Something of the right shape that depends on the first array."""
+        return jax.tree.map(lambda out: jnp.full_like(out, array[0, 0]), out_shape)
+
+    monkeypatch.setattr(call, "triton_call", launch)
+    rows, w_gate_up, w_down = jnp.ones((2, 8, 16)), jnp.ones((2, 16, 16)), jnp.ones((2, 8, 16))
+
+    def products(policy):
+        layer = jax.checkpoint(
+            lambda x: ops.grouped_mlp.capacity_mlp(x, w_gate_up, w_down, jnp.array([8, 7]), 8), policy=policy
+        )
+        return str(jax.make_jaxpr(lambda x: jax.vjp(layer, x)[1](x))(rows)).count("dot_general")
+
+    assert products(jax.checkpoint_policies.save_only_these_names("expert_hidden")) == 4
+    assert products(jax.checkpoint_policies.nothing_saveable) == 5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

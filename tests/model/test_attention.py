@@ -144,3 +144,4 @@ def test_tokamax_runs_inside_shard_map_and_a_kept_result_is_not_computed_again(m
     arguments = (heads(4), heads(2), heads(2), jax.ShapeDtypeStruct((4, 256), jnp.int32), heads(4))
     program = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @mosaic_gpu") == 3
+    assert program.count("call @_forward_kernel") == 1

@@ -1,5 +1,7 @@
 """The router bias: quantiles against sorted float64 margins, convergence, exact sign steps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,10 @@ from ep_jax.model import balancing
 from ep_jax.model.config import RouterConfig
 from ep_jax.model.router import RouterStats, choose, count_choices
 
+NEXT_BIAS = jax.jit(balancing.next_bias, static_argnums=2)
 
+
+@functools.partial(jax.jit, static_argnums=3)
 def stats_of(scores_TE, bias_E, valid_T, config):
     """RouterStats of one layer of one device, from given scores."""
     ids, alpha_T = choose(scores_TE, bias_E, config.experts_per_token)
@@ -30,7 +35,7 @@ def test_quantile_bias_equals_sorted_margins_to_a_bin(K, E):
     scores, valid = skewed_scores(1000, E), np.random.default_rng(1).random(1000) < 0.7
     bias = np.random.default_rng(2).normal(size=E) * 0.1
     stats = stats_of(jnp.asarray(scores, jnp.float32), jnp.asarray(bias, jnp.float32), jnp.asarray(valid), config)
-    out = balancing.next_bias(jnp.asarray(bias, jnp.float32)[None], stats, config)
+    out = NEXT_BIAS(jnp.asarray(bias, jnp.float32)[None], stats, config)
 
     alpha = np.sort(scores + bias, axis=-1)[:, E - K - 1]
     margins = (scores - alpha[:, None])[valid]
@@ -67,13 +72,13 @@ def test_histogram_sums_over_parts_give_the_same_bias():
     parts = [stats_of(part, bias[0], jnp.ones(64, bool), config) for part in jnp.split(scores, 8)]
     summed = jax.tree.map(lambda *leaves: sum(leaves), *parts)
     np.testing.assert_array_equal(whole.histogram, summed.histogram)
-    np.testing.assert_array_equal(balancing.next_bias(bias, whole, config), balancing.next_bias(bias, summed, config))
+    np.testing.assert_array_equal(NEXT_BIAS(bias, whole, config), NEXT_BIAS(bias, summed, config))
 
 
 def test_no_margin_falls_outside_the_histogram():
     """The extreme case: scores 0 and 1, biases -1 and 1."""
     margins = jnp.array([[-2.0, 2.0], [-3.0, 3.0]])
-    counts = balancing.histogram(margins, jnp.ones(2, bool), 16)
+    counts = jax.jit(balancing.histogram, static_argnums=2)(margins, jnp.ones(2, bool), 16)
     np.testing.assert_array_equal(counts.sum(-1), [2, 2])
     assert counts[0, 0] == counts[1, 15] == 2
 
@@ -98,10 +103,10 @@ def test_a_step_without_tokens_or_without_balancing_keeps_the_bias(name):
     config = RouterConfig(num_experts=4, experts_per_token=2, balancing=name)
     bias = jnp.array([[0.3, -0.1, -0.2, 0.0]])
     empty = RouterStats(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4)), jnp.zeros(1), jnp.zeros((1, 4, 64), jnp.int32))
-    np.testing.assert_array_equal(balancing.next_bias(bias, empty, config), bias)
+    np.testing.assert_array_equal(NEXT_BIAS(bias, empty, config), bias)
 
 
 def test_sign_bias_compares_with_the_exact_mean():
     counts = jnp.array([[10, 10, 10, 11], [5, 5, 5, 5], [2**30, 2**30 - 1, 0, 0]], jnp.int32)
-    out = balancing.sign_bias(jnp.zeros((3, 4)), counts, 0.5)
+    out = jax.jit(balancing.sign_bias)(jnp.zeros((3, 4)), counts, 0.5)
     np.testing.assert_array_equal(out, [[0.5, 0.5, 0.5, -0.5], [0, 0, 0, 0], [-0.5, -0.5, 0.5, 0.5]])

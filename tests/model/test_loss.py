@@ -1,5 +1,7 @@
 """Cross entropy against NumPy, chunks, and the balance-loss numbers of the faults list."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from ep_jax.model.loss import cross_entropy_sum, load_balance_sum
 from ep_jax.model.router import route
 
 T, D, V = 30, 8, 101
+LOSS = jax.jit(cross_entropy_sum, static_argnums=4)
+LOSS_AND_GRADIENTS = jax.jit(jax.value_and_grad(cross_entropy_sum, argnums=(0, 1)), static_argnums=4)
 
 
 def random_case(seed=0):
@@ -21,11 +25,11 @@ def test_cross_entropy_equals_numpy():
     x, head, targets, valid = random_case()
     logits = x @ head
     expected = (np.log(np.exp(logits).sum(-1)) - logits[np.arange(T), targets])[valid].sum()
-    out = cross_entropy_sum(jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), targets, valid)
+    out = LOSS(jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), targets, valid)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
     # What stands at an invalid place does not matter, not even an id outside the vocabulary.
     garbage = np.where(valid, targets, V + 5)
-    out = cross_entropy_sum(jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), garbage, valid)
+    out = LOSS(jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), garbage, valid)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
@@ -33,8 +37,8 @@ def test_cross_entropy_equals_numpy():
 def test_chunks_change_neither_value_nor_gradient(chunk):
     x, head, targets, valid = random_case()
     x, head = jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32)
-    whole = jax.value_and_grad(cross_entropy_sum, argnums=(0, 1))(x, head, targets, valid, 0)
-    chunked = jax.value_and_grad(cross_entropy_sum, argnums=(0, 1))(x, head, targets, valid, chunk)
+    whole = LOSS_AND_GRADIENTS(x, head, targets, valid, 0)
+    chunked = LOSS_AND_GRADIENTS(x, head, targets, valid, chunk)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), whole, chunked)
 
 
@@ -55,13 +59,14 @@ def test_chunked_loss_never_holds_all_logits():
 @pytest.mark.parametrize("chunk", [0, 10])
 def test_no_valid_target_gives_zero_loss_and_gradient(chunk):
     x, head, targets, _ = random_case()
-    loss, gradients = jax.value_and_grad(cross_entropy_sum, argnums=(0, 1))(
+    loss, gradients = LOSS_AND_GRADIENTS(
         jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), targets, np.zeros(T, bool), chunk
     )
     assert loss == 0
     assert not any(np.any(gradient) for gradient in gradients)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def balance_of_logits(logits, K, scores):
     """The load-balance loss of one layer whose tokens have these logits."""
     num_tokens, E = logits.shape

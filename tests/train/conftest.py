@@ -1,5 +1,7 @@
 """A folder of text, the runs that several tests look at, and a compilation cache: most of the time here is XLA's."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -33,11 +35,12 @@ def cached_compilation(compile_cache):
 
 @pytest.fixture(scope="session")
 def cached(compile_cache):
-    """Variables that let a process of its own use the cache, and compile in a hurry what is not in it."""
+    """Variables that let a process of its own use the cache; settings that steer the compiler are part of its keys."""
     variables = {name.upper(): str(value) for name, value in CACHE_SETTINGS.items()}
     return variables | {
         "JAX_COMPILATION_CACHE_DIR": compile_cache,
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
     }
 
 

@@ -15,6 +15,7 @@ from ep_jax.config import load, to_toml
 from ep_jax.fields import ConfigError
 from ep_jax.metrics import METRICS
 from ep_jax.trackers import read_rows
+from ep_jax.watchdog import Watchdog
 from tests.train.tiny_run import (
     STRAIGHT,
     contents,
@@ -170,6 +171,20 @@ def test_numbers_may_be_spelled_with_an_exponent(corpus, tmp_path, straight):
     changes = {"optimizer__learning_rate": "1e-2", "optimizer__weight_decay": "1e-1", "ep__sender_factor": "115e-2"}
     assert train_here(corpus, tmp_path, **STRAIGHT, **changes).code == exits.DONE
     assert rows_of(tmp_path) == rows_of(straight[0])
+
+
+def test_every_phase_but_those_that_compile_has_a_limit(corpus, tmp_path, monkeypatch):
+    phases = []
+    monkeypatch.setattr(Watchdog, "enter", lambda self, phase, *, limited=True: phases.append((phase, limited)))
+    assert train_here(corpus, tmp_path, **STRAIGHT, train__hang_timeout_s=600).code == exits.DONE
+    assert phases[:2] == [("step 1", False), ("step 2, waiting for step 1,", True)]
+    assert phases[5:8] == [
+        ("the evaluation after step 5", False),
+        ("the save of step 5", True),
+        ("step 6, waiting for step 5,", True),
+    ]
+    assert phases[-1] == ("the save of step 10", True)
+    assert [phase for phase, limited in phases if not limited] == ["step 1", "the evaluation after step 5"]
 
 
 def test_settings_that_the_transport_does_not_use_are_named(corpus, tmp_path):

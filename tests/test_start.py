@@ -1,0 +1,16 @@
+"""What `launch.start` refuses once it knows the devices."""
+
+import pytest
+
+from ep_jax import launch, xla_flags
+from ep_jax.fields import ConfigError
+from tests.train.tiny_run import tiny_config
+
+
+def test_a_gpu_that_jax_does_not_find_is_refused(monkeypatch):
+    """JAX goes on with the CPU after a warning; a run that was meant for a GPU must not."""
+    monkeypatch.setattr(xla_flags, "default_platform", lambda: "gpu")
+    monkeypatch.setattr(xla_flags, "prepare", lambda *_, **__: ())
+    with pytest.raises(ConfigError, match="^devices: JAX should have found a gpu and runs on the CPU") as error:
+        launch.start(tiny_config())
+    assert "\n" not in str(error.value)
