@@ -190,7 +190,7 @@ def eval_sums(
 
 def dropless(ep: EPConfig) -> EPConfig:
     """Settings under which nothing can drop: weights are gathered instead of rows sent."""
-    return dataclasses.replace(ep, transport="dense", waves=1)
+    return dataclasses.replace(ep, transport="dense", waves=1, payload="compute")
 
 
 _DROPS_SPEC = LayerDrops._make((PartitionSpec(),) * len(LayerDrops._fields))

@@ -28,9 +28,16 @@ from tools.bench.ceilings import fastest_copy
 from tools.bench.shapes import ROUTINGS, shape_of
 from tools.bench.timing import measure
 
+from .quantize_rows.tune_cases import quantize_cases
 from .tune_cases import TOKAMAX, WAYS, Case, combine_cases, edge_cases, gather_cases, matmul_cases, swiglu_cases
 
-MAKERS = {"gather": gather_cases, "combine": combine_cases, "matmul": matmul_cases, "swiglu": swiglu_cases}
+MAKERS = {
+    "gather": gather_cases,
+    "combine": combine_cases,
+    "matmul": matmul_cases,
+    "swiglu": swiglu_cases,
+    "quantize": quantize_cases,
+}
 Ranking = dict[tuple[str, str], list[Any]]  # launches by operation and way, the fastest first
 # Largest allowed |found - wanted| / |wanted| of a row or an expert in the Euclidean norm. Kernel and reference round to
 # bfloat16 (2^-9) in different places, up to four times together; a lost block of rows or columns costs far more.

@@ -7,6 +7,9 @@ A source ranks its assignments per destination; assignment of rank r takes slot 
 that slot is below the logical pool. One all-to-all per wave carries rows and local expert ids. The receiver takes slot
 p of every source before slot p+1 of any and keeps an expert's first R rows. One all-to-all back carries results and,
 in the same lanes, which slots were accepted. Buffers have fixed sizes; no count is exchanged before rows move.
+
+With `ep.payload = "float8_e4m3"` rows go out in e4m3 with a scale each (float8.py); ids, results and all gradients are
+as ever, and so is what is kept.
 """
 
 import dataclasses
@@ -18,10 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ep_jax.ep import float8
 from ep_jax.ep.agreement import fill
 from ep_jax.ep.capacity import Capacity, LayerShape, expert_rows, sender_pool
 from ep_jax.ep.experts import CapacityRows, ExpertRows, RaggedRows
-from ep_jax.ep.payload import Layout
+from ep_jax.ep.payload import Float8Layout, Layout
 from ep_jax.ep.ranking import count_groups, invert, rank_assignments, rank_in_group
 from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
@@ -151,16 +155,50 @@ class PooledWave(ReturnsRows):
         token = jnp.where(assignment < 0, -1, assignment // self.shape.experts_per_token) + after
         places_TK = jnp.where(plan.place_TK // size == wave, plan.place_TK % size, -1)
         places_TK = jnp.where(plan.place_TK < 0, -1, places_TK)
-        layout = Layout(slots, local, rows_TH.shape[1])
-        rows_XH = move_rows(rows_TH, layout.by_row(token), layout.rows_of(places_TK))
         numbers = plan.local_id_Q[mine].reshape(shards, slots) + 1
-        received = checkpoint_name(exchange(layout.pack(numbers, rows_XH)), "dispatched_rows")
-        numbers, rows_XH = layout.unpack(received)
-        arrival = checkpoint_name(self.accept(numbers - 1, plan.expert_limit), "route_plan")
-        held = move_rows(rows_XH, layout.rows_of(arrival.slot_C), layout.by_row(arrival.row_SP)[:, None])
+        send = self._send_float8 if self.settings.payload == "float8_e4m3" else self._send
+        held, arrival = send(rows_TH, token, places_TK, numbers, plan.expert_limit)
         if self.settings.receive == "pool":
             return RaggedRows(held, arrival.sizes_e), arrival
         return CapacityRows(held.reshape(local, self.expert_rows, -1), arrival.sizes_e, self.balanced_rows), arrival
+
+    def _send(
+        self,
+        rows_TH: jax.Array,
+        token_Q: jax.Array,
+        places_TK: jax.Array,
+        numbers_SP: jax.Array,
+        expert_limit: jax.Array,
+    ) -> tuple[jax.Array, Arrival]:
+        """Tokens to their slots of a wave, the exchange, and what was accepted to the experts' C rows [C,H]."""
+        layout = Layout(self.pool_rows, self.shape.local_experts, rows_TH.shape[1])
+        rows_XH = move_rows(rows_TH, layout.by_row(token_Q), layout.rows_of(places_TK))
+        received = checkpoint_name(exchange(layout.pack(numbers_SP, rows_XH)), "dispatched_rows")
+        numbers_SP, rows_XH = layout.unpack(received)
+        arrival = checkpoint_name(self.accept(numbers_SP - 1, expert_limit), "route_plan")
+        return move_rows(rows_XH, layout.rows_of(arrival.slot_C), layout.by_row(arrival.row_SP)[:, None]), arrival
+
+    def _send_float8(
+        self,
+        rows_TH: jax.Array,
+        token_Q: jax.Array,
+        places_TK: jax.Array,
+        numbers_SP: jax.Array,
+        expert_limit: jax.Array,
+    ) -> tuple[jax.Array, Arrival]:
+        """As `_send`, by bytes. Gradients travel without a header: slots are rows."""
+        layout = Float8Layout(self.pool_rows, rows_TH.shape[1])
+        rows = float8.quantize(rows_TH, layout.by_row(token_Q))
+        received = checkpoint_name(exchange(layout.pack(numbers_SP, rows)), "dispatched_rows")
+        numbers_SP, rows = layout.unpack(received)
+        arrival = checkpoint_name(self.accept(numbers_SP - 1, expert_limit), "route_plan")
+        row_C, held_Q = layout.rows_of(arrival.slot_C), arrival.row_SP.reshape(-1)
+        return float8.place(rows_TH, rows, row_C, held_Q, places_TK, self._send_back), arrival
+
+    def _send_back(self, rows_QH: jax.Array) -> jax.Array:
+        """Rows in slots to the peers that the slots are of."""
+        by_peer = rows_QH.reshape(self.shape.num_shards, self.pool_rows, -1)
+        return exchange(by_peer).reshape(rows_QH.shape)
 
     def accept(self, local_id_SP: jax.Array, expert_limit: jax.Array) -> Arrival:
         """The receiver's part of one wave's plan, from the ids that arrived (-1 in empty slots)."""

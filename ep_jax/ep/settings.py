@@ -14,12 +14,16 @@ ORDERS = ("sequence", "position", "choice", "weight")
 RECEIVES = ("expert", "pool")
 AGREEMENTS = ("tail", "round_robin", "water_fill")
 SCHEDULES = ("sequential", "overlapped")
-NOT_EMULATED = ("schedule", "updates_per_cell")  # nothing is sent where shards are emulated
+PAYLOADS = ("compute", "float8_e4m3")
+NOT_EMULATED = ("schedule", "updates_per_cell", "payload")  # nothing is sent where shards are emulated
 KERNELS = ("auto", "xla")
 WITH_ROWS_SENT = ("rescale", "premix", "emulated_shards", "kernels")  # of every transport that sends rows
 # Settings that a transport does not use are accepted, and named once at the start of a run.
 USED: dict[str, tuple[str, ...]] = {
-    "pooled_wave": ("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", *WITH_ROWS_SENT),
+    "pooled_wave": (
+        *("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "payload"),
+        *WITH_ROWS_SENT,
+    ),
     "fixed_cell": ("sender_factor", "order", "waves", "schedule", *WITH_ROWS_SENT),
     "ragged": ("receiver_factor", "agreed", "waves", "schedule", "updates_per_cell", *WITH_ROWS_SENT),
     "rowwise": ("receiver_factor", "agreed", "waves", "schedule", *WITH_ROWS_SENT),
@@ -70,6 +74,12 @@ class EPConfig:
     updates_per_cell: int = setting(
         1, at_least=1, doc="ragged transfers per (peer, local expert); more can be faster on GPUs"
     )
+    payload: str = setting(
+        "compute",
+        doc="type in which pooled_wave sends rows to their experts: the compute type, or e4m3 with a scale a row, half "
+        "the bytes of bfloat16; results and gradients travel in the compute type either way",
+        choices=PAYLOADS,
+    )
     emulated_shards: int = setting(
         0,
         at_least=0,
@@ -104,5 +114,10 @@ class EPConfig:
 
     def __post_init__(self):
         check(self)
+        if self.payload != "compute" and self.transport != "pooled_wave":
+            raise ConfigError(
+                f"ep.payload = {self.payload!r}: transport {self.transport} sends no float8 rows; allowed is compute, "
+                "or transport pooled_wave"
+            )
         if self.transport == "ring" and self.waves != 1:
             raise ConfigError(f"ep.waves = {self.waves}: transport ring has 1 wave; nearest legal value 1")

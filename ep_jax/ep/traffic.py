@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.fixed_cell import FixedCell
-from ep_jax.ep.payload import header_rows
+from ep_jax.ep.payload import float8_header_rows, header_rows
 from ep_jax.ep.pooled_wave import PooledWave
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.settings import EPConfig
@@ -91,9 +91,12 @@ def traffic(settings: EPConfig, shape: LayerShape, widths: Widths) -> Traffic:
     """Bytes that leave one device in one layer's forward and backward pass; for `rowwise` those of one-sided writes."""
     found = collectives(settings, shape, widths)
     if settings.transport == "rowwise":
-        moved = one_sided_bytes(settings, shape, widths)
-        kept = [[c for c in part if "counts" in c.carries or "mixed" in c.carries] for part in found]
-        return Traffic(moved + _sent(kept[0]), moved + _sent(kept[1]))
+        moved, receivers = one_sided_bytes(settings, shape, widths), Receivers(settings, shape)
+        told = shape.num_experts * INT32 + shape.assignments * (INT32 + FLOAT32)
+        weights = receivers.waves * receivers.rows(0) * FLOAT32  # gradients of a receiver's rows' weights
+        mixed = [_sent(collective for collective in part if "mixed" in collective.carries) for part in found]
+        others = shape.num_shards - 1
+        return Traffic(moved + others * told + mixed[0], moved + others * weights + mixed[1])
     return Traffic(_sent(found.forward), _sent(found.backward))
 
 
@@ -110,16 +113,21 @@ def _sent(found: Iterable[Collective]) -> int:
 
 
 def _pooled_wave(settings: EPConfig, shape: LayerShape, widths: Widths):
-    """Rows with ids one way, rows with accepted flags the other; gradients take the same buffers back."""
+    """Rows with ids one way, rows with accepted flags the other; gradients take the same buffers back.
+
+    Float8 rows are bytes and have their scales beside the ids; the gradients of these rows are wide and have no header.
+    """
     slots = PooledWave(settings, shape).pool_rows
-    both = tuple(
-        _all_to_all(carries, shape.num_shards, shape.num_shards * (header + slots) * widths.row_bytes, settings.waves)
-        for carries, header in (
-            ("rows and ids", header_rows(slots, shape.local_experts, widths.routed)),
-            ("results and flags", header_rows(slots, 1, widths.routed)),
-        )
-    )
-    return both, both
+
+    def exchange(carries: str, header: int, row_bytes: int) -> Collective:
+        return _all_to_all(carries, shape.num_shards, shape.num_shards * (header + slots) * row_bytes, settings.waves)
+
+    back = exchange("results and flags", header_rows(slots, 1, widths.routed), widths.row_bytes)
+    if settings.payload == "float8_e4m3":
+        there = exchange("float8 rows, ids and scales", float8_header_rows(slots, widths.routed), widths.routed)
+        return (there, back), (exchange("gradients of rows", 0, widths.row_bytes), back)
+    there = exchange("rows and ids", header_rows(slots, shape.local_experts, widths.routed), widths.row_bytes)
+    return (there, back), (there, back)
 
 
 def _fixed_cell(settings: EPConfig, shape: LayerShape, widths: Widths):

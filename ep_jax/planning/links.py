@@ -139,7 +139,8 @@ def as_scheme(sizes: Sizes, scheme: str, devices_per_domain: int) -> Sizes:
     """The configuration itself where it already is of the scheme, or its counterpart that moves weights or rows."""
     config = sizes.config
     if scheme == "fsdp":
-        return Sizes(dataclasses.replace(config, ep=dataclasses.replace(config.ep, transport="dense", waves=1)))
+        dense = dataclasses.replace(config.ep, transport="dense", waves=1, payload="compute")
+        return Sizes(dataclasses.replace(config, ep=dense))
     if config.ep.transport != "dense":
         return sizes
     shards = config.mesh.fsdp * config.mesh.ep

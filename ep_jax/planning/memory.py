@@ -18,7 +18,8 @@ Activations of a layer, what its backward pass reads:
     latent      2*T*H*c + T*H*c                          rows before and after their norm; combined rows
     shared      3*T*U*c
     residual    2*T*D*c                                  normed input of the MoE, its output
-    routed      W * (sent + received + experts + back + returned), experts = rows*(2*H + 3*F)*c; rows by `wave_rows`
+    routed      W * (sent + received + experts + back + returned), experts = rows*(2*H + 3*F)*c; rows by `wave_rows`;
+                float8 payloads have one byte an element in sent and received, their gradients c
 
 Rows grouped by expert without fixed places (ragged, rowwise, ring, dense, receive = pool) go, in float32 or with
 ep.kernels = xla, through `jax.lax.ragged_dot`, which XLA lowers to products over all experts of the wave:
@@ -48,7 +49,7 @@ from ep_jax.ep import blocks
 from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.fixed_cell import FixedCell
-from ep_jax.ep.payload import header_rows
+from ep_jax.ep.payload import float8_header_rows, header_rows
 from ep_jax.ep.pooled_wave import PooledWave
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.settings import EPConfig
@@ -166,7 +167,9 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
     if settings.transport == "pooled_wave":
         transport = PooledWave(settings, shape)
         slots, held = transport.pool_rows, shape.local_experts * transport.expert_rows
-        there = shards * (slots + header_rows(slots, shape.local_experts, width))
+        of_float8 = settings.payload == "float8_e4m3"
+        header = float8_header_rows(slots, width) if of_float8 else header_rows(slots, shape.local_experts, width)
+        there = shards * (slots + header)
         back = shards * (slots + header_rows(slots, 1, width))
         experts = min(held, shards * slots) if settings.receive == "pool" else held
         return WaveRows(there, there, experts, back, back, settings.waves)
@@ -183,20 +186,26 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
     return WaveRows(here, held, held, held, here or shape.assignments, receivers.waves)
 
 
-def wave_buffers(sizes: Sizes) -> dict[str, int]:
-    """Bytes of one wave's buffers, and of the experts' work on it."""
+def wave_buffers(sizes: Sizes, *, gradients: bool = False) -> dict[str, int]:
+    """Bytes of one wave's buffers, and of the experts' work on it; or of the gradients of all that."""
     model = sizes.config.model
     rows = wave_rows(sizes.config.ep, sizes.shape, model.latent_dim)
     row_bytes = model.latent_dim * sizes.itemsize
+    payload_row_bytes = row_bytes if gradients else _payload_row_bytes(sizes)
     return {
-        "sent": rows.sent * row_bytes,
-        "received": rows.received * row_bytes,
+        "sent": rows.sent * payload_row_bytes,
+        "received": rows.received * payload_row_bytes,
         "expert input": rows.experts * row_bytes,
         "expert hidden": rows.experts * 3 * model.expert_hidden_dim * sizes.itemsize,
         "expert output": rows.experts * row_bytes,
         "sent back": rows.back * row_bytes,
         "returned": rows.returned * row_bytes,
     }
+
+
+def _payload_row_bytes(sizes: Sizes) -> int:
+    """Bytes of a row on its way to its expert."""
+    return sizes.config.model.latent_dim * (1 if sizes.config.ep.payload == "float8_e4m3" else sizes.itemsize)
 
 
 def layer_activations(sizes: Sizes) -> dict[str, int]:
@@ -261,11 +270,11 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
         return 0
     rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
     row_bytes = sizes.config.model.latent_dim * sizes.itemsize
-    exchanged = rows.received + rows.returned
+    exchanged = rows.received * _payload_row_bytes(sizes) + rows.returned * row_bytes
     if sizes.config.ep.transport == "dense":  # of the experts' inputs and results
-        exchanged = 2 * rows.experts if policy == "products" else 0
+        exchanged = 2 * rows.experts * row_bytes if policy == "products" else 0
     plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
-    kept = rows.waves * exchanged * row_bytes + plan * INT32
+    kept = rows.waves * exchanged + plan * INT32
     return kept + (_products(sizes, rows) if policy == "products" else 0)
 
 
@@ -290,8 +299,7 @@ def _kept(sizes: Sizes, kept_layer: int) -> int:
 def _backward(sizes: Sizes, layer: dict[str, int], kept_layer: int) -> int:
     """Working set of one block's backward pass beside what was kept."""
     model = sizes.config.model
-    waves = wave_rows(sizes.config.ep, sizes.shape, model.latent_dim).waves
-    cotangents = max(layer["attention"], layer["routed"] // waves, layer["shared"])
+    cotangents = max(layer["attention"], sum(wave_buffers(sizes, gradients=True).values()), layer["shared"])
     gradient = max(_gathered(sizes, p) for p in sizes.parameters if p.kind in LAYER_KINDS)
     gradient = gradient * (sizes.itemsize + FLOAT32) + ragged_dot(sizes)
     if model.remat == "none":

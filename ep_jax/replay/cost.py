@@ -25,7 +25,7 @@ def forward_bytes(settings: EPConfig, shape: LayerShape, widths: Widths, kept_aw
 
 
 def fixed_bytes(settings: EPConfig, shape: LayerShape, widths: Widths) -> int:
-    """The part of a ragged exchange that does not depend on routing: counts, and a pre-mix's own exchange."""
+    """The part of a ragged exchange that routing does not change: counts or routes, and a pre-mix's own exchange."""
     if settings.transport == "rowwise":
         return traffic(settings, shape, widths).forward_bytes - one_sided_bytes(settings, shape, widths)
     found = collectives(settings, shape, widths).forward

@@ -93,14 +93,14 @@ def test_buffers_cost_what_traffic_says(transport):
     assert forward_bytes(settings, SHAPE, WIDTHS, 123.0) == traffic(settings, SHAPE, WIDTHS).forward_bytes
 
 
-@pytest.mark.parametrize("transport", ["ragged", "rowwise"])
-def test_true_rows_cost_what_is_kept(transport):
-    """All-gathered counts to 7 others, and 10.5 rows there and back; a pre-mix group of 2 sends half of its rows."""
+@pytest.mark.parametrize(("transport", "told"), [("ragged", 16), ("rowwise", 16 + 2 * 32 * CHOICES)])
+def test_true_rows_cost_what_is_kept(transport, told):
+    """Counts (rowwise: routes too) to 7 others, 10.5 rows there and back; a pre-mix group of 2 sends half its rows."""
     plain, mixed = EPConfig(transport=transport), EPConfig(transport=transport, premix=2)
     rows = 2 * 10.5 * 128
-    assert forward_bytes(plain, SHAPE, WIDTHS, 10.5) == 7 * 16 * 4 + rows
+    assert forward_bytes(plain, SHAPE, WIDTHS, 10.5) == 7 * told * 4 + rows
     swaps = 2 * 32 * 128 // 2 + 32 * 2 * CHOICES * 4 // 2 + 32 * CHOICES // 2
-    assert forward_bytes(mixed, SHAPE, WIDTHS, 10.5) == 7 * 16 * 4 + rows + swaps
+    assert forward_bytes(mixed, SHAPE, WIDTHS, 10.5) == 7 * told * 4 + rows + swaps
 
 
 def test_expert_rows():

@@ -163,13 +163,13 @@ def compile_layer(problem: Problem, local: LocalLayer) -> tuple[Any, Any]:
     return jax.jit(forward).lower(*problem.inputs, problem.ids_TK).compile(), gradients.compile()
 
 
-def run_layer(problem: Problem, local: LocalLayer, iterations: int) -> Result:
-    """Checks and times one variant. Raises ArithmeticError when its values are wrong."""
+def run_layer(problem: Problem, local: LocalLayer, iterations: int, payload: str = "compute") -> Result:
+    """Checks and times one variant; payload as `ep.payload`. Raises ArithmeticError when its values are wrong."""
     forward, gradients = compile_layer(problem, local)
     forward_arguments = (*problem.inputs, problem.ids_TK)
     out, fates = forward(*forward_arguments)
     found, _ = gradients(*forward_arguments, problem.d_out_TH)
-    error, gradient_error = check(problem, np.asarray(fates), out, found)
+    error, gradient_error = check(problem, np.asarray(fates), out, found, payload)
     return Result(
         forward=measure(forward, *forward_arguments, iterations=iterations),
         both=measure(gradients, *forward_arguments, problem.d_out_TH, iterations=iterations),

@@ -120,7 +120,7 @@ def _variants(arguments: argparse.Namespace, problem: Any, rates: Any) -> Iterat
     for name, settings, local, iterations in variants:
         row: dict[str, Any] = {"variant": name, "settings": settings}
         try:
-            result = run_layer(problem, local, iterations)
+            result = run_layer(problem, local, iterations, settings.get("payload", "compute"))
         except (ArithmeticError, RuntimeError, ValueError) as error:
             yield row | {"failed": " ".join(str(error).split())[:500]}
             continue

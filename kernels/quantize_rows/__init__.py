@@ -1,0 +1,1 @@
+"""Rows to and from float8 by index."""
