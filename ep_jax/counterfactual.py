@@ -21,9 +21,10 @@ from jax.sharding import Mesh
 from ep_jax.config import RunConfig
 from ep_jax.data import Batch
 from ep_jax.ep import EPConfig, routed_experts_local
+from ep_jax.ep.settings import dropless
 from ep_jax.evaluation import ORDER_NAMES, Estimate, Pair, per_target
 from ep_jax.metrics import drop_rates
-from ep_jax.step import EvalSums, dropless, eval_sums
+from ep_jax.step import EvalSums, eval_sums
 from ep_jax.traces.config import TraceConfig
 
 CounterfactualStep = Callable[[Any, jax.Array, Batch, np.ndarray], EvalSums]

@@ -18,8 +18,9 @@ from ep_jax.data import Batch, Sequences
 from ep_jax.data.batches import Layout, held_out_batches, held_out_rows
 from ep_jax.ep import EPConfig
 from ep_jax.ep.drops import STAGES
+from ep_jax.ep.settings import dropless
 from ep_jax.metrics import add_drops, drop_rates
-from ep_jax.step import dropless, make_eval_step
+from ep_jax.step import make_eval_step
 from ep_jax.traces.config import TraceConfig
 from ep_jax.traces.recorder import Recorder
 

@@ -44,7 +44,7 @@ def start(config: RunConfig) -> Runtime:
     """
     platform = xla_flags.default_platform()
     launch = distributed.detect()
-    notes = list(unused_settings(config))
+    notes: list[str] = []
     per_process = None
     if platform == "cpu":
         processes = launch.num_processes or 1
@@ -81,6 +81,7 @@ def start(config: RunConfig) -> Runtime:
     settings, note = definite(config.ep, mesh_config.ep, jax.devices(), model.latent_dim, model.compute_dtype)
     notes += [note] if note else []
     config = dataclasses.replace(config, mesh=mesh_config, ep=settings)
+    notes += unused_settings(config)
     check_run(config)
     return Runtime(config, make_mesh(config.mesh), launch, flags, tuple(notes))
 

@@ -94,6 +94,7 @@ class Loop:
                         return exits.INTERRUPTED
                     if index + 1 == config.train.steps:
                         break
+                self.watchdog.enter("the end of the last save", limited=False)  # written in the background until here
             except NonFiniteError as error:
                 self.runtime.say(f"stopped: {error}; the state before it was kept, and nothing was saved since")
                 return exits.NON_FINITE
@@ -146,6 +147,7 @@ class Loop:
         save = stop or last or (every > 0 and step % every == 0)
         evaluate = train.eval_every > 0 and step % train.eval_every == 0 and not last
         if save or evaluate:
+            self.watchdog.enter(f"step {step}")
             self._step_done(self.delayed.flush())  # the state is good up to here, and rows up to here exist
         if evaluate and not stop:
             self.report.log_evaluation(step, self._held_out(step))

@@ -9,7 +9,6 @@ bias is balanced. A step whose loss or gradients are not finite leaves the whole
 was; the host decides what to do about it (`train.py`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -186,11 +185,6 @@ def eval_sums(
         in_specs=(specs, whole, Batch(*(BATCH_SPEC,) * len(Batch._fields)), whole),
         out_specs=EvalSums._make((whole, whole, _DROPS_SPEC, _ROUTES_SPEC)),
     )
-
-
-def dropless(ep: EPConfig) -> EPConfig:
-    """Settings under which nothing can drop: weights are gathered instead of rows sent."""
-    return dataclasses.replace(ep, transport="dense", waves=1, payload="compute")
 
 
 _DROPS_SPEC = LayerDrops._make((PartitionSpec(),) * len(LayerDrops._fields))

@@ -78,14 +78,15 @@ def train(config: RunConfig, termination: TerminationRequest, watch: CompileWatc
     with Watchdog(config.train.hang_timeout_s, exits.HUNG) as watchdog:
         loop = Loop(runtime, beginning, stream, evaluator, termination, watch, watchdog)
         code = loop.run()
-    seconds = time.perf_counter() - began
-    if code != exits.DONE:
-        loop.report.close({})
-        return code
+        seconds = time.perf_counter() - began
+        if code != exits.DONE:
+            loop.report.close({})
+            return code
 
-    # 5. What came of it.
-    bigram = bigram_cross_entropy(dataset.train, dataset.held_out)
-    free, policy = evaluator.paired(loop.state["params"], loop.state["router"]["bias"])
+        # 5. What came of it.
+        watchdog.enter("the last evaluation", limited=False)  # it may compile
+        bigram = bigram_cross_entropy(dataset.train, dataset.held_out)
+        free, policy = evaluator.paired(loop.state["params"], loop.state["router"]["bias"])
     say("", drop_table(loop.report.drops_NPE), "", comparison(free, policy, bigram, config.ep), "")
     summary = {
         "held_out_dropless": free.as_json(),
@@ -103,7 +104,7 @@ def introduce(runtime: Runtime, data: str) -> None:
 
     from ep_jax import flops
     from ep_jax.ep import implementations
-    from ep_jax.model.attention import choose_kernel
+    from ep_jax.model.attention import describe_kernel
 
     config = runtime.config
     total, active = flops.num_parameters(config.model, config.router)
@@ -114,8 +115,8 @@ def introduce(runtime: Runtime, data: str) -> None:
         data,
         f"model: {total:,} parameters, {active:,} active per token, compute in {config.model.compute_dtype}",
         f"protocol: {config.ep.describe()}",
-        f"rows and experts by {implementations.describe(config.ep.kernels)}; attention by "
-        f"{choose_kernel(config.model, config.data.sequence_length)}",
+        f"rows and experts by {implementations.describe(config.ep.kernels)}",
+        f"attention by {describe_kernel(config.model, config.data.sequence_length)}",
     )
 
 

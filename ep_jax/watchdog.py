@@ -2,19 +2,27 @@
 
 The training loop names each phase as it enters it. When the next name does not come in time, a thread prints the phase
 and the stacks of all threads to stderr and ends the process with its own exit code, so that a scheduler can start the
-run again from its last checkpoint. Nothing is saved: the state is on devices that do not answer. Every process of a run
-has its own watchdog.
+run again from its last checkpoint (tools/launch). Nothing is saved: the state is on devices that do not answer. Every
+process of a run has its own watchdog.
 
 Time is counted in short waits of that thread, so a process that was suspended is not taken for one that hangs. The
 thread needs Python's lock (GIL): JAX gives it up wherever it waits for devices, foreign code may not.
 """
 
+import dataclasses
 import faulthandler
 import os
 import sys
 import threading
 
 STDERR = 2
+
+
+@dataclasses.dataclass
+class _Phase:
+    name: str
+    limited: bool
+    waited_s: float = 0.0  # written by the thread alone
 
 
 class Watchdog:
@@ -26,7 +34,7 @@ class Watchdog:
     def __init__(self, timeout_s: float, exit_code: int):
         self.timeout_s, self.exit_code = timeout_s, exit_code
         self._wait_s = min(1.0, timeout_s / 4)
-        self._phase, self._limited, self._waited_s = "start", False, 0.0
+        self._current = _Phase("start", limited=False)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -42,16 +50,17 @@ class Watchdog:
 
     def enter(self, phase: str, *, limited: bool = True) -> None:
         """A phase begins, and the one before is over. Compilation takes as long as it takes: limited=False."""
-        self._phase, self._limited, self._waited_s = phase, limited, 0.0
+        self._current = _Phase(phase, limited)
 
     def _watch(self) -> None:
         while not self._closed.wait(self._wait_s):
-            self._waited_s += self._wait_s
-            if self._limited and self._waited_s > self.timeout_s:
-                self._end()
+            current = self._current
+            current.waited_s += self._wait_s
+            if current.limited and current.waited_s > self.timeout_s:
+                self._end(current.name)
 
-    def _end(self) -> None:
-        message = f"hang: {self._phase} has not ended within {self.timeout_s:g} s; stacks of all threads follow"
+    def _end(self, phase: str) -> None:
+        message = f"hang: {phase} has not ended within {self.timeout_s:g} s; stacks of all threads follow"
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(STDERR)
         os._exit(self.exit_code)

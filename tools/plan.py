@@ -103,6 +103,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         ("weights, float32", layer["weights"], memory["weights_bytes"]),
         (f"optimizer, {plan['step']['optimizer']}, float32", layer["optimizer"], memory["optimizer_bytes"]),
         ("gradients, float32", layer["gradients"], memory["gradients_bytes"]),
+        (f"weights, {plan['step']['compute_dtype']}", layer["copies"], memory["copies_bytes"]),
         (f"activations kept, remat {plan['step']['remat']}", memory["kept_layer_bytes"], memory["kept_bytes"]),
         (f"+ backward of a block of {plan['model']['block_layers']}", None, memory["backward_bytes"]),
         ("  or + head and loss", None, memory["loss_bytes"]),

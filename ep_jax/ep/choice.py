@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ep_jax.ep import implementations
-from ep_jax.ep.settings import EPConfig
+from ep_jax.ep.settings import EPConfig, dropless
 from ep_jax.fields import ConfigError
 
 
@@ -19,13 +19,14 @@ def definite(
 ) -> tuple[EPConfig, str]:
     """(settings without `auto`, why: one line, empty where nothing was chosen) for routed rows of a width and dtype.
 
-    `auto` is dense where one shard holds all experts, so that nothing travels and nothing drops; else rowwise where its
-    kernels can run, else pooled_wave. Raises ConfigError for transport rowwise on GPUs that
-    cannot run it; on other devices rowwise is an emulation.
+    `auto` is dense where one shard holds all experts and kernels multiply its rows (XLA would multiply all of them by
+    each expert), so that nothing travels and nothing drops; else rowwise where its kernels can run, else pooled_wave.
+    Raises ConfigError for transport rowwise on GPUs that cannot run it; on other devices rowwise is an emulation.
     """
-    if settings.transport == "auto" and shards == 1 and not settings.emulates:
+    kernels = settings.kernels == "auto" and not implementations.why_no_kernels()
+    if settings.transport == "auto" and holds_all(settings, shards) and kernels:
         note = "ep.transport = auto: dense, as every device holds all experts: nothing is sent, nothing drops"
-        return dataclasses.replace(settings, transport="dense"), note
+        return dropless(settings), note
     if settings.transport == "auto":
         reason = why_not_one_sided(settings, devices, width, dtype)
         transport = "pooled_wave" if reason else "rowwise"
@@ -35,9 +36,15 @@ def definite(
         reason = why_not_one_sided(settings, devices, width, dtype)
         if reason:
             raise ConfigError(
-                f"ep.transport = 'rowwise': {reason}; allowed here are pooled_wave, fixed_cell, ragged, ring"
+                f"ep.transport = 'rowwise': {reason}; allowed here are auto, pooled_wave, fixed_cell, ragged, ring, "
+                "dense"
             )
     return settings, ""
+
+
+def holds_all(settings: EPConfig, shards: int) -> bool:
+    """Whether a shard holds all experts, and no larger group is emulated."""
+    return shards == 1 and not settings.emulates
 
 
 def why_not_one_sided(

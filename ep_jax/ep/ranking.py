@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ep_jax.ep.routes import Routes
 
-# Up to this many groups, counting in blocks beats a sort: 18 to 43 times on an H200
+# Up to this many groups, counting in blocks beats a sort: 16 to 41 times on an H200
 # (benchmarks/experts_h200_20261130.json). Within a block all pairs are compared, so it is short.
 MOST_GROUPS_FOR_SCAN = 128
 BLOCK = 16

@@ -121,3 +121,8 @@ class EPConfig:
             )
         if self.transport == "ring" and self.waves != 1:
             raise ConfigError(f"ep.waves = {self.waves}: transport ring has 1 wave; nearest legal value 1")
+
+
+def dropless(settings: EPConfig) -> EPConfig:
+    """Settings under which nothing is sent and nothing can drop: weights are gathered instead."""
+    return dataclasses.replace(settings, transport="dense", waves=1, payload="compute")

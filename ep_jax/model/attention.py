@@ -63,7 +63,7 @@ def choose_kernel(model: ModelConfig, sequence_length: int) -> str:
 
     Raises ConfigError where tokamax is asked for and cannot run.
     """
-    reason = flash.why_not(model.head_dim, model.compute_dtype)
+    reason = flash.why_not(model.head_dim, model.compute_dtype, sequence_length)
     if model.attention == "tokamax" and reason:
         raise ConfigError(f"model.attention = 'tokamax': {reason}; allowed here is auto, cudnn or xla")
     if model.attention != "auto":
@@ -72,6 +72,14 @@ def choose_kernel(model: ModelConfig, sequence_length: int) -> str:
         return "tokamax"
     fits = model.head_dim % 8 == 0 and model.head_dim <= 128 and sequence_length % 2 == 0
     return "cudnn" if jax.default_backend() == "gpu" and model.compute_dtype == "bfloat16" and fits else "xla"
+
+
+def describe_kernel(model: ModelConfig, sequence_length: int) -> str:
+    """For the start of a run: which kernel `choose_kernel` takes, and why not tokamax where that was open."""
+    kernel = choose_kernel(model, sequence_length)
+    if model.attention != "auto" or kernel == "tokamax":
+        return kernel
+    return f"{kernel}; not tokamax: {flash.why_not(model.head_dim, model.compute_dtype, sequence_length)}"
 
 
 def attend(

@@ -4,12 +4,12 @@ A query is told the first key of its document (or of its window), so nothing of 
 and the forward pass skips blocks of keys before it. cuDNN wants a mask of [L, L] for that, or a workspace of the size
 of the queries for each document that a row may have (experiments/LOG.md).
 
-tokamax is pinned: its public function does not take first keys, so its operators are called.
+Its public function does not take first keys, so its operators are called.
 
 Shapes: b sequences, L tokens of a sequence, N query heads, G key-value heads, h head width.
 """
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +20,27 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.mesh import varying_axes
 
+TOKAMAX = "0.0.17"  # its operators are not its public face, and may change with any version
+TILE = 128  # queries and keys at a time; parts of one are not tested
 # What the derivative needs beside queries, keys and values: a remat policy that keeps it does not attend again.
 RESIDUAL_NAME = "attention_results"
 
 
-def why_not(head_dim: int, dtype: str) -> str:
-    """Why this kernel cannot run here for such heads; empty where it can."""
+def why_not(head_dim: int, dtype: str, length: int) -> str:
+    """Why this kernel cannot run here for such heads and rows of `length` tokens; empty where it can."""
     if jax.default_backend() != "gpu" or getattr(jax.devices()[0], "compute_capability", "") != "9.0":
         return f"it is for Hopper GPUs, this is {jax.devices()[0].device_kind}"
     if dtype != "bfloat16":
         return f"it computes in bfloat16, model.compute_dtype is {dtype}"
     if head_dim > 128 or head_dim % 8:
         return f"it takes heads of up to 128 columns in eights, model.head_dim is {head_dim}"
-    if importlib.util.find_spec("tokamax") is None:
-        return "tokamax is not installed (pip install 'ep-jax[cuda]')"
-    return ""
+    if length % TILE:
+        return f"it takes rows of a multiple of {TILE} tokens, data.sequence_length is {length}"
+    try:
+        found = importlib.metadata.version("tokamax")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    return "" if found == TOKAMAX else f"it needs tokamax {TOKAMAX}, found {found} (pip install 'ep-jax[cuda]')"
 
 
 def first_keys(segments_bL: jax.Array, window: int) -> jax.Array:

@@ -211,7 +211,7 @@ def _run_blocks(run_block, x_bLD, blocks, per_layer, model):
 
     per_layer, and the reports that come back, have a leading axis of all layers.
     """
-    run_block = remat(run_block, model.remat)
+    run_block = remat(run_block, model.remat, in_loop=model.scan)
     by_block = (model.num_blocks, model.global_every)
     per_block = jax.tree.map(lambda leaf: leaf.reshape(*by_block, *leaf.shape[1:]), per_layer)
     if isinstance(blocks, list):
@@ -225,13 +225,14 @@ def _run_blocks(run_block, x_bLD, blocks, per_layer, model):
     return x_bLD, jax.tree.map(lambda leaf: leaf.reshape(model.num_layers, *leaf.shape[2:]), reports)
 
 
-def remat(block, policy: str):
+def remat(block, policy: str, *, in_loop: bool):
     """Wraps a block so that its backward pass recomputes what the policy does not keep.
 
     "none" keeps everything, gathered weights included; "full" keeps the input of each block; "exchanges" keeps that
     and what crossed the network for the routed experts, so that no exchange is repeated; "products" keeps also the
     results of matrix products and of fused attention, so that of these only the scores of plain attention are
-    repeated.
+    repeated. Outside a loop XLA would see that a recomputed value is there already, and keep it: with "products", whose
+    recomputed values are cheap, it may (measured on H200, experiments/LOG.md); with the others it is kept from that.
     """
     policies = jax.checkpoint_policies
     keeps = {
@@ -241,7 +242,10 @@ def remat(block, policy: str):
             _saves_products, policies.save_only_these_names(*EXCHANGE_NAMES, *PRODUCT_NAMES, flash.RESIDUAL_NAME)
         ),
     }
-    return block if policy == "none" else jax.checkpoint(block, policy=keeps[policy], prevent_cse=False)
+    if policy == "none":
+        return block
+    prevent_cse = not in_loop and policy != "products"
+    return jax.checkpoint(block, policy=keeps[policy], prevent_cse=prevent_cse)
 
 
 def _saves_products(primitive, *args, **params):

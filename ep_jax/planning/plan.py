@@ -5,16 +5,21 @@ from typing import Any
 
 from ep_jax.config import RunConfig, check_run
 from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.choice import holds_all
 from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.settings import dropless
 from ep_jax.fields import ConfigError
 from ep_jax.flops import flops_per_token, num_parameters
 from ep_jax.mesh import resolve
+from ep_jax.model.parameters import CAST_KINDS
 from ep_jax.planning import advice, links
 from ep_jax.planning.bounds import Bounds, bounds
 from ep_jax.planning.hardware import Hardware
 from ep_jax.planning.memory import (
     Memory,
+    by_kernels,
     bytes_per_parameter,
+    has_copies,
     memory,
     optimizer_bytes,
     published_bytes_per_parameter,
@@ -39,8 +44,9 @@ def place(config: RunConfig, hardware: Hardware) -> RunConfig:
             f"mesh.ep = {mesh.ep}: must divide the {hardware.devices_per_domain} GPUs of an NVLink domain"
         )
     if config.ep.transport == "auto":  # rowwise, where it can run, moves the rows that pooled_wave moves
-        transport = "dense" if mesh.ep == 1 else "pooled_wave"
-        config = dataclasses.replace(config, ep=dataclasses.replace(config.ep, transport=transport))
+        alone = holds_all(config.ep, mesh.ep) and by_kernels(config)
+        settings = dropless(config.ep) if alone else dataclasses.replace(config.ep, transport="pooled_wave")
+        config = dataclasses.replace(config, ep=settings)
     check_run(config)
     return config
 
@@ -65,6 +71,7 @@ def make_plan(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
             "tokens_per_gpu_and_microbatch": sizes.tokens,
             "microbatches": sizes.microbatches,
             "remat": config.model.remat,
+            "compute_dtype": config.model.compute_dtype,
             "optimizer": config.optimizer.name,
             "protocol": config.ep.describe(),
         },
@@ -84,11 +91,12 @@ def _state(sizes: Sizes) -> dict[str, Any]:
     """Weights, gradients and optimizer of one GPU: a layer, the tables, all."""
     mesh, optimizer = sizes.config.mesh, sizes.config.optimizer.name
     per_layer = [p for p in sizes.parameters if p.kind not in ("embedding", "head") and p.name != "final_norm"]
-    layer = {"weights": 0, "gradients": 0, "optimizer": 0}
+    layer = {"weights": 0, "gradients": 0, "copies": 0, "optimizer": 0}
     for p in per_layer:
         elements = p.local_elements(mesh)
         layer["weights"] += elements * FLOAT32
         layer["gradients"] += elements * FLOAT32
+        layer["copies"] += elements * sizes.itemsize if has_copies(sizes) and p.kind in CAST_KINDS else 0
         layer["optimizer"] += elements * optimizer_bytes(p.kind, optimizer)
     return {
         "layer_bytes": layer,
@@ -104,6 +112,7 @@ def _memory(found: Memory, hardware: Hardware) -> dict[str, Any]:
         "optimizer_bytes": found.state.optimizer,
         "rest_bytes": found.state.rest,
         "gradients_bytes": found.gradients,
+        "copies_bytes": found.copies,
         "kept_bytes": found.kept,
         "kept_layer_bytes": found.kept_layer,
         "backward_bytes": found.backward,

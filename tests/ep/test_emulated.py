@@ -14,12 +14,12 @@ import pytest
 from ep_jax.config import RunConfig, check_run, load
 from ep_jax.ep import EPConfig, reference, routed_experts
 from ep_jax.ep.reference import RECEIVER, SENDER
+from ep_jax.ep.settings import dropless
 from ep_jax.fields import ConfigError
 from ep_jax.launch import unused_settings
 from ep_jax.mesh import MeshConfig, make_mesh
 from ep_jax.planning.hardware import load_hardware
 from ep_jax.planning.plan import make_plan, place
-from ep_jax.step import dropless
 from tests.ep import ep_cases
 from tests.ep.ep_cases import Sizes, problem
 

@@ -22,6 +22,7 @@ from ep_jax.ep import EPConfig, choice, layer, routed_experts_local
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rowwise_gpu import RowwiseGPU, WholeReceivers, tell_all
+from ep_jax.ep.settings import dropless
 from ep_jax.fields import ConfigError
 from ep_jax.model.transformer import EXCHANGE_NAMES
 from tests.ep import ep_cases
@@ -208,14 +209,19 @@ def test_auto_is_pooled_wave_where_something_lacks_and_says_what(with_kernels, s
     assert note.startswith("ep.transport = auto: pooled_wave, as rowwise cannot run: ")
     assert reason in note
     if "emulated_shards" not in settings:
-        with pytest.raises(ConfigError, match="ep.transport = 'rowwise': .*; allowed here are pooled_wave"):
+        with pytest.raises(ConfigError, match="ep.transport = 'rowwise': .*; allowed here are auto, pooled_wave"):
             choice.definite(EPConfig(transport="rowwise", **settings), 2, devices, width, jnp.bfloat16)
 
 
-def test_auto_is_dense_where_nothing_travels(with_kernels):
-    settings, note = choice.definite(EPConfig(transport="auto"), 1, [Device()] * 8, 3072, jnp.bfloat16)
-    assert settings.transport == "dense"
+def test_auto_is_dense_where_nothing_travels_and_kernels_multiply(with_kernels):
+    auto = EPConfig(transport="auto", waves=2, rescale=True)
+    settings, note = choice.definite(auto, 1, [Device()] * 8, 3072, jnp.bfloat16)
+    assert settings == dropless(settings) == EPConfig(transport="dense", rescale=True)
     assert note.startswith("ep.transport = auto: dense")
+    for other in (EPConfig(transport="auto", kernels="xla"), EPConfig(transport="auto", emulated_shards=8)):
+        settings, note = choice.definite(other, 1, [Device()], 3072, jnp.bfloat16)
+        assert settings.transport == "pooled_wave"
+        assert note.startswith("ep.transport = auto: pooled_wave")
 
 
 def test_auto_on_a_cpu():

@@ -136,11 +136,12 @@ def sbatch_options():
     return dict(word.removeprefix("--").partition("=")[::2] for word in words)
 
 
-def run_sbatch(folder, code=0, program=READ, job=4711):
+def run_sbatch(folder, code=0, program=READ, job=4711, restarts=0):
     """Runs the batch script: (its exit code, what the tasks reported, what scontrol was asked, srun's options)."""
     environ = stubs(folder, srun=SRUN, python=PYTHON, scontrol='#!/bin/bash\necho "$@" >> "$STUB_ASKED"\n')
     asked, options = folder / "asked", folder / "options"
     job_variables = {"SLURM_JOB_ID": str(job), "SLURM_CPUS_PER_TASK": "8", "STUB_ASKED": str(asked)}
+    job_variables |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     stub_variables = {"STUB_PYTHON": program, "STUB_CODE": str(code), "STUB_SRUN_OPTIONS": str(options)}
     job_run = subprocess.run(
         ["bash", str(TEMPLATES / "sbatch.sh")],
@@ -183,10 +184,20 @@ def test_sbatch_starts_what_the_trainer_and_its_detection_accept(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "requests"),
-    [(exits.INTERRUPTED, ["requeue 4711"]), (exits.REFUSED, []), (exits.NON_FINITE, []), (137, [])],
+    [
+        (exits.INTERRUPTED, ["requeue 4711"]),
+        (exits.HUNG, ["requeue 4711"]),
+        (exits.REFUSED, []),
+        (exits.NON_FINITE, []),
+        (137, []),
+    ],
 )
 def test_sbatch_requeues_only_what_was_saved(tmp_path, code, requests):
     assert run_sbatch(tmp_path, code=code)[::2] == (code, requests)
+
+
+def test_sbatch_does_not_start_a_run_that_stands_still_forever(tmp_path):
+    assert run_sbatch(tmp_path, code=exits.HUNG, restarts=10)[::2] == (exits.HUNG, [])
 
 
 def test_processes_of_sbatch_meet_without_arguments(tmp_path):

@@ -19,10 +19,11 @@ from ep_jax import mesh as placement
 from ep_jax.counterfactual import Attribution, attribute, draw, make_counterfactual_step, table
 from ep_jax.data import Batch
 from ep_jax.ep import routed_experts_local
+from ep_jax.ep.settings import dropless
 from ep_jax.evaluation import Evaluation, Pair
 from ep_jax.mesh import AXES
 from ep_jax.model.transformer import forward, parameter_kinds
-from ep_jax.step import BATCH_SPEC, EvalSums, LayerDrops, dropless, make_eval_step
+from ep_jax.step import BATCH_SPEC, EvalSums, LayerDrops, make_eval_step
 from tests.train.tiny_run import NO_DROP, QUICK_COMPILE, fresh_state, make_batch, mesh_of, tiny_config
 
 TIGHT = dict(drops=True, ep__sender_factor=1.0, ep__receiver_factor=1.0)

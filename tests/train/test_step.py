@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from ep_jax.checkpoint import CheckpointConfig, Checkpointer, Point
+from ep_jax.ep.settings import dropless
 from ep_jax.report import NonFiniteError, refuse_non_finite
 from ep_jax.state import init_state, restore_state, state_target
-from ep_jax.step import BATCH_SPEC, dropless, make_eval_step, make_train_step
+from ep_jax.step import BATCH_SPEC, make_eval_step, make_train_step
 from tests.train.tiny_run import (
     assert_close,
     assert_same_bits,
@@ -329,6 +330,31 @@ def test_keeping_only_some_results_changes_no_number(one_device, remat):
     config = tiny_config(model__remat=remat)
     _, metrics = take_steps(config, fresh_state(config), BATCHES)
     np.testing.assert_allclose([m.loss for m in metrics], [m.loss for m in one_device[1]], rtol=1e-5)
+
+
+def test_unrolled_blocks_give_the_numbers_of_the_loop():
+    """With microbatches, blocks of two layers, a window and padding, on a mesh with every axis."""
+    batches = [make_batch(seed, M=2, B=4) for seed in range(2)]
+    changes = {"train__accumulation": 2, "model__num_layers": 4, "model__global_every": 2, "model__window": 3}
+    results = []
+    for scan in (True, False):
+        config = tiny_config((1, 2, 2), model__remat="products", model__scan=scan, **changes)
+        results.append(take_steps(config, fresh_state(config), batches))
+    (looped, wanted), (unrolled, found) = results
+    np.testing.assert_allclose([m.loss for m in found], [m.loss for m in wanted], rtol=1e-6)
+    np.testing.assert_allclose([m.grad_norm for m in found], [m.grad_norm for m in wanted], rtol=1e-5)
+    assert_close(unrolled["params"], looped["params"], 1e-5)
+
+
+def test_recomputing_saves_memory_without_a_loop_too():
+    """XLA takes a recomputed value for the one that it has already, unless it is kept from that."""
+    temporaries = {}
+    for remat in ("none", "full"):
+        config = tiny_config(
+            ONE_DEVICE, model__scan=False, model__remat=remat, model__num_layers=6, data__sequence_length=128
+        )
+        temporaries[remat] = compiled_step(config).memory_analysis().temp_size_in_bytes
+    assert temporaries["full"] < 0.5 * temporaries["none"], temporaries
 
 
 def scatters(jaxpr):

@@ -178,13 +178,19 @@ def test_every_phase_but_those_that_compile_has_a_limit(corpus, tmp_path, monkey
     monkeypatch.setattr(Watchdog, "enter", lambda self, phase, *, limited=True: phases.append((phase, limited)))
     assert train_here(corpus, tmp_path, **STRAIGHT, train__hang_timeout_s=600).code == exits.DONE
     assert phases[:2] == [("step 1", False), ("step 2, waiting for step 1,", True)]
-    assert phases[5:8] == [
+    assert phases[4:9] == [
+        ("step 5, waiting for step 4,", True),
+        ("step 5", True),
         ("the evaluation after step 5", False),
         ("the save of step 5", True),
         ("step 6, waiting for step 5,", True),
     ]
-    assert phases[-1] == ("the save of step 10", True)
-    assert [phase for phase, limited in phases if not limited] == ["step 1", "the evaluation after step 5"]
+    assert phases[-3:] == [
+        ("the save of step 10", True),
+        ("the end of the last save", False),
+        ("the last evaluation", False),
+    ]
+    assert [phase for phase, limited in phases[:-2] if not limited] == ["step 1", "the evaluation after step 5"]
 
 
 def test_settings_that_the_transport_does_not_use_are_named(corpus, tmp_path):

@@ -18,7 +18,7 @@ CONFIG=configs/h200.toml
 # the run's folder, on storage that all boxes see; started again, the run goes on from the checkpoints in it
 RUN_DIR=runs/h200
 # replica x fsdp x ep are all GPUs, ep stays in an NVLink domain; checkpoint.every bounds what a crash costs
-OPTIONS=(--mesh.replica 2 --mesh.ep 8 --mesh.domain_size 8 --checkpoint.every 50)
+OPTIONS=(--mesh.replica 2 --mesh.ep 8 --mesh.domain_size 8 --checkpoint.every 50 --train.hang_timeout_s 1800)
 # Here: what activates the Python environment, and what your network needs (NCCL_SOCKET_IFNAME, NCCL_IB_HCA). Nothing
 # else: the trainer sets XLA's flags and memory share itself.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -30,5 +30,8 @@ export EP_JAX_START_TIMEOUT_S=600  # how long processes wait for each other; imp
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpu-bind=none --distribution=block --kill-on-bad-exit=0 \
   python -m ep_jax.train --config "$CONFIG" --run_dir "$RUN_DIR" "${OPTIONS[@]}"
 code=$?
-if [ "$code" -eq 5 ]; then scontrol requeue "$SLURM_JOB_ID"; fi # stopped by SIGTERM and saved (ep_jax/exits.py)
+# 5: stopped by SIGTERM and saved, as often as it happens; 8: stood still, while restarts are few (ep_jax/exits.py)
+if [ "$code" -eq 5 ] || { [ "$code" -eq 8 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; }; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$code"
