@@ -52,8 +52,8 @@ class TrainConfig:
         at_least=0,
         unit="seconds",
         doc="a step, evaluation or save that takes longer ends the process with exit code 8 and the stacks of all "
-        "threads; longer than a checkpoint takes to write; the first step and evaluation, which compile, and the last "
-        "write may take any time; 0 = wait forever",
+        "threads; must be more than a checkpoint takes to write. Not limited: the first step and the first evaluation, "
+        "which compile, and the last write. 0 = wait forever",
     )
     compilation_cache: str = setting(
         "", doc="folder where compiled programs are kept for the next start; empty = as JAX_COMPILATION_CACHE_DIR says"

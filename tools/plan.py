@@ -62,8 +62,11 @@ def main(argv: Sequence[str]) -> None:
     if "hardware" not in arguments.options:
         raise ConfigError(f"--hardware: is missing; allowed is a file or {', '.join(shipped_hardware())}")
     hardware = load_hardware(arguments.options["hardware"])
-    config = place(load(arguments.config, arguments.overrides), hardware)
+    given = load(arguments.config, arguments.overrides)
+    config = place(given, hardware)
     plan = make_plan(config, hardware)
+    if given.ep.transport != config.ep.transport:
+        print(f"ep.transport = {given.ep.transport}: planned as {config.ep.transport}; rowwise moves the same rows")
     if trace := arguments.options.get("trace"):
         from ep_jax.planning.expected import expected_drops  # starts JAX; a plan without a trace does not
 

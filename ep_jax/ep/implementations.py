@@ -36,7 +36,7 @@ def chosen() -> str:
 def why_no_kernels() -> str:
     """Why the GPU kernels cannot be used here; empty where they can."""
     if jax.default_backend() != "gpu" or "NVIDIA" not in jax.devices()[0].device_kind:
-        return f"they are for NVIDIA GPUs, this is {jax.devices()[0].device_kind}"
+        return f"kernels are for NVIDIA GPUs, this is {jax.devices()[0].device_kind}"
     return _missing_package()
 
 

@@ -41,8 +41,8 @@ class EPConfig:
 
     transport: str = setting(
         "pooled_wave",
-        doc="how rows reach their experts; auto = dense on one ep shard, rowwise where GPUs can write into each other, "
-        "else pooled_wave",
+        doc="how rows reach their experts; auto, on GPUs with kernels = dense where one holds all experts, rowwise "
+        "where they can write into each other; else pooled_wave",
         choices=(*TRANSPORTS, AUTO),
     )
     sender_factor: float = setting(
@@ -76,8 +76,8 @@ class EPConfig:
     )
     payload: str = setting(
         "compute",
-        doc="type in which pooled_wave sends rows to their experts: the compute type, or e4m3 with a scale a row, half "
-        "the bytes of bfloat16; results and gradients travel in the compute type either way",
+        doc="type in which rows go to their experts; float8_e4m3, for transport pooled_wave by name, has a scale a row "
+        "and half the bytes of bfloat16 for about 4 % of error; results and gradients travel in the compute type",
         choices=PAYLOADS,
     )
     emulated_shards: int = setting(

@@ -61,11 +61,13 @@ class Attention(nnx.Module):
 def choose_kernel(model: ModelConfig, sequence_length: int) -> str:
     """ "tokamax", "cudnn" or "xla": as asked for, or for "auto" the first of these that can run here.
 
-    Raises ConfigError where tokamax is asked for and cannot run.
+    Raises ConfigError where tokamax, or without a GPU cudnn, is asked for.
     """
     reason = flash.why_not(model.head_dim, model.compute_dtype, sequence_length)
     if model.attention == "tokamax" and reason:
-        raise ConfigError(f"model.attention = 'tokamax': {reason}; allowed here is auto, cudnn or xla")
+        raise ConfigError(f"model.attention = 'tokamax': {reason}; allowed here is auto or xla, and cudnn on GPUs")
+    if model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ConfigError("model.attention = 'cudnn': it is for GPUs; allowed here is auto or xla")
     if model.attention != "auto":
         return model.attention
     if not reason:

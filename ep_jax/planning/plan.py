@@ -199,7 +199,8 @@ def _warnings(config: RunConfig, hardware: Hardware, found: Memory) -> list[str]
         lines.append(f"model.compute_dtype = {config.model.compute_dtype}: times still use the bfloat16 peak")
     if config.ep.transport == "rowwise":
         lines.append(
-            "ep.transport = rowwise: planned as one-sided writes; today it runs as an emulation that needs more"
+            "ep.transport = rowwise: planned as one-sided writes, as on up to 8 Hopper GPUs of one process; elsewhere "
+            "it is emulated and needs more"
         )
     if config.ep.emulates:
         lines.append(

@@ -58,7 +58,7 @@ def test_xla_never_asks_the_kernel(with_kernels):
 def test_on_a_cpu_there_are_no_kernels():
     assert implementations.chosen() == "xla"
     assert "NVIDIA" in implementations.why_no_kernels()
-    assert implementations.describe("auto").startswith("XLA; they are for NVIDIA GPUs")
+    assert implementations.describe("auto").startswith("XLA; kernels are for NVIDIA GPUs")
     assert implementations.describe("xla") == "XLA (ep.kernels = 'xla')"
 
 

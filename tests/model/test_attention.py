@@ -105,7 +105,8 @@ def test_rms_norm_is_float32_inside_and_keeps_the_dtype():
 
 def test_kernel_choice():
     assert choose_kernel(ModelConfig(compute_dtype="bfloat16"), 16) == "xla"  # these tests run on CPU
-    assert choose_kernel(ModelConfig(attention="cudnn", compute_dtype="bfloat16"), 16) == "cudnn"
+    with pytest.raises(ConfigError, match="model.attention = 'cudnn': it is for GPUs; allowed here is auto or xla"):
+        choose_kernel(ModelConfig(attention="cudnn", compute_dtype="bfloat16"), 16)
 
 
 def test_tokamax_is_refused_where_it_cannot_run():
