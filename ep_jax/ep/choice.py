@@ -23,8 +23,7 @@ def definite(
     each expert), so that nothing travels and nothing drops; else rowwise where its kernels can run, else pooled_wave.
     Raises ConfigError for transport rowwise on GPUs that cannot run it; on other devices rowwise is an emulation.
     """
-    kernels = settings.kernels == "auto" and not implementations.why_no_kernels()
-    if settings.transport == "auto" and holds_all(settings, shards) and kernels:
+    if settings.transport == "auto" and holds_all(settings, shards) and implementations.runs(settings.kernels):
         note = "ep.transport = auto: dense, as every device holds all experts: nothing is sent, nothing drops"
         return dropless(settings), note
     if settings.transport == "auto":

@@ -30,7 +30,12 @@ def using(kernels: str) -> Generator[None]:
 
 def chosen() -> str:
     """ "triton" or "xla", for what is traced now."""
-    return "triton" if _wanted.get() == "auto" and not why_no_kernels() else "xla"
+    return "triton" if runs(_wanted.get()) else "xla"
+
+
+def runs(kernels: str) -> bool:
+    """Whether `ep.kernels` = kernels means the GPU kernels here."""
+    return kernels == "auto" and not why_no_kernels()
 
 
 def why_no_kernels() -> str:

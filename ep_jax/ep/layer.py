@@ -92,7 +92,7 @@ def make_transport(settings: EPConfig, shape: LayerShape) -> Transport:
     """
     if settings.emulates:
         return Emulated(settings, shape)
-    if settings.transport == "rowwise" and settings.kernels == "auto" and not implementations.why_no_kernels():
+    if settings.transport == "rowwise" and implementations.runs(settings.kernels):
         from ep_jax.ep.rowwise_gpu import RowwiseGPU
 
         return RowwiseGPU(settings, shape)

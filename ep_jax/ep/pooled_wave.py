@@ -14,7 +14,7 @@ as ever, and so is what is kept.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,9 +173,7 @@ class PooledWave(ReturnsRows):
         """Tokens to their slots of a wave, the exchange, and what was accepted to the experts' C rows [C,H]."""
         layout = Layout(self.pool_rows, self.shape.local_experts, rows_TH.shape[1])
         rows_XH = move_rows(rows_TH, layout.by_row(token_Q), layout.rows_of(places_TK))
-        received = checkpoint_name(exchange(layout.pack(numbers_SP, rows_XH)), "dispatched_rows")
-        numbers_SP, rows_XH = layout.unpack(received)
-        arrival = checkpoint_name(self.accept(numbers_SP - 1, expert_limit), "route_plan")
+        rows_XH, arrival = self._exchange(layout, numbers_SP, rows_XH, expert_limit)
         return move_rows(rows_XH, layout.rows_of(arrival.slot_C), layout.by_row(arrival.row_SP)[:, None]), arrival
 
     def _send_float8(
@@ -189,11 +187,17 @@ class PooledWave(ReturnsRows):
         """As `_send`, by bytes. Gradients travel without a header: slots are rows."""
         layout = Float8Layout(self.pool_rows, rows_TH.shape[1])
         rows = float8.quantize(rows_TH, layout.by_row(token_Q))
-        received = checkpoint_name(exchange(layout.pack(numbers_SP, rows)), "dispatched_rows")
-        numbers_SP, rows = layout.unpack(received)
-        arrival = checkpoint_name(self.accept(numbers_SP - 1, expert_limit), "route_plan")
+        rows, arrival = self._exchange(layout, numbers_SP, rows, expert_limit)
         row_C, held_Q = layout.rows_of(arrival.slot_C), arrival.row_SP.reshape(-1)
         return float8.place(rows_TH, rows, row_C, held_Q, places_TK, self._send_back), arrival
+
+    def _exchange(
+        self, layout: Layout | Float8Layout, numbers_SP: jax.Array, rows: Any, expert_limit: jax.Array
+    ) -> tuple[Any, Arrival]:
+        """The payload's rows that arrived, as `layout` packs them, and what of them is accepted."""
+        received = checkpoint_name(exchange(layout.pack(numbers_SP, rows)), "dispatched_rows")
+        numbers_SP, rows = layout.unpack(received)
+        return rows, checkpoint_name(self.accept(numbers_SP - 1, expert_limit), "route_plan")
 
     def _send_back(self, rows_QH: jax.Array) -> jax.Array:
         """Rows in slots to the peers that the slots are of."""
