@@ -3,7 +3,8 @@
 All sizes are given to kernels as constants, so a kernel is compiled for its shapes, as XLA programs are.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -36,6 +37,16 @@ def triton_call(
     )
     axes = _axes_of(arrays)
     return jax.tree.map(lambda array: _vary(array, axes), out)
+
+
+@functools.cache
+def traced_once(make: Callable[..., Callable[..., Any]], *static: Hashable) -> Callable[..., Any]:
+    """make(*static), which makes a Mosaic kernel, as one function of a program wherever it is called.
+
+    A model of many unrolled layers then traces the kernel once, and Mosaic compiles it once: it tells kernels apart by
+    their text, in which the name of the layer that calls them stands.
+    """
+    return jax.jit(make(*static))
 
 
 def vary_alike(*trees: Any) -> Any:

@@ -13,15 +13,14 @@ def fill(demand_N: jax.Array, pool: jax.Array) -> jax.Array:
 
     demand_N int32 [..., N], pool int32 [...]. Returns int32 [..., N] with sum min(sum(demand_N), pool).
     """
-    low, high = jnp.zeros_like(pool), jnp.max(demand_N, axis=-1)
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = low + (high - low + 1) // 2
-        fits = jnp.sum(jnp.minimum(demand_N, middle[..., None]), axis=-1) <= pool
-        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
-
-    level, _ = jax.lax.fori_loop(0, 32, halve, (low + 0 * high, high + 0 * low))
+    # Below a demand that fits as a level for all, nobody's share grows any more; the others divide what is left evenly.
+    # All demands are tried at once: a search in rounds would be that many launches before any row can move.
+    filled_N = jnp.sum(jnp.minimum(demand_N[..., :, None], demand_N[..., None, :]), axis=-1)  # by each as the level
+    fits_N = filled_N <= pool[..., None]
+    level = jnp.max(jnp.where(fits_N, demand_N, 0), axis=-1)
+    filled = jnp.max(jnp.where(fits_N, filled_N, 0), axis=-1)
+    more = jnp.sum(demand_N > level[..., None], axis=-1, dtype=demand_N.dtype)
+    level += (pool - filled) // jnp.maximum(more, 1) * (more > 0)
     shared_N = jnp.minimum(demand_N, level[..., None])
     wants_N = demand_N > level[..., None]
     left = pool - jnp.sum(shared_N, axis=-1)

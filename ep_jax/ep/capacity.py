@@ -8,6 +8,7 @@ use v and V in the same formulas, on device, in int32. This file knows no transp
 """
 
 import dataclasses
+import math
 from fractions import Fraction
 
 import jax
@@ -40,6 +41,13 @@ class LayerShape:
     def most_per_destination(self) -> int:
         """Most assignments that one token can send to one shard: min(K, e)."""
         return min(self.experts_per_token, self.local_experts)
+
+    def crossing_share(self, experts: int) -> float:
+        """Tokens that choose any of `experts` experts, over their assignments to these, expected under uniform routing:
+        what is left of a shard's rows for a peer's `experts` experts when a token's row goes there once."""
+        missed = math.comb(self.num_experts - experts, self.experts_per_token)
+        chosen = 1 - missed / math.comb(self.num_experts, self.experts_per_token)
+        return chosen * self.num_experts / (experts * self.experts_per_token)
 
 
 @dataclasses.dataclass(frozen=True)

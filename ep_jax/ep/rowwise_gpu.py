@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ep_jax_kernels.rowwise.op import KERNELS, Movements, RouteMap, collect, dispatch, dispatch_weights
+from ep_jax_kernels.rowwise.op import FANS, KERNELS, Movements, RouteMap, collect, dispatch, dispatch_weights
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -30,7 +30,7 @@ from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, rank_in_group
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.routes import Routes, rescaled_weights
-from ep_jax.ep.rowwise import RowwiseBase, arriving, find_homes
+from ep_jax.ep.rowwise import RowwiseBase, arriving, find_homes, once_per_peer
 
 ALIGNED_ROWS = 8
 
@@ -80,10 +80,14 @@ def tell_all(routes: Routes, num_experts: int) -> Told:
 class RowwiseGPU(RowwiseBase):
     """The transport for one layer shape; its methods run inside shard_map over the axis `ep`.
 
-    `how` names the launches. Rows that the kernels cannot move raise NotImplementedError when traced.
+    `launches` are chosen by shape where None. Rows that the kernels cannot move raise NotImplementedError when traced.
     """
 
-    how: Movements = KERNELS
+    launches: Movements | None = None
+
+    @property
+    def how(self) -> Movements:
+        return self.launches or (FANS if once_per_peer(self.shape) else KERNELS)
 
     @property
     def receivers(self) -> WholeReceivers:

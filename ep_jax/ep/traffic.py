@@ -22,6 +22,7 @@ from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.payload import float8_header_rows, header_rows
 from ep_jax.ep.pooled_wave import PooledWave
 from ep_jax.ep.ragged import Ragged
+from ep_jax.ep.rowwise import crossing_shares
 from ep_jax.ep.settings import EPConfig
 
 INT32 = FLOAT32 = 4
@@ -101,8 +102,12 @@ def traffic(settings: EPConfig, shape: LayerShape, widths: Widths) -> Traffic:
 
 
 def one_sided_bytes(settings: EPConfig, shape: LayerShape, widths: Widths) -> int:
-    """`rowwise`: bytes of rows that one device writes to others, there and back, in one pass under balanced routing."""
-    return 2 * sum(_balanced_bytes(settings, shape, widths, wave) for wave in range(Receivers(settings, shape).waves))
+    """`rowwise`: bytes of rows that one device writes to others, there and back, in one pass under balanced routing.
+
+    Fewer than routed rows where a token's row crosses to a peer once (`rowwise.crossing_shares`).
+    """
+    routed = sum(_balanced_bytes(settings, shape, widths, wave) for wave in range(Receivers(settings, shape).waves))
+    return round(routed * sum(crossing_shares(settings, shape)))
 
 
 def _sent(found: Iterable[Collective]) -> int:

@@ -4,13 +4,15 @@ Letters: S ep shards, e local experts, W waves, P pool slots, R expert rows, C c
 
 Bytes are those of `ep_jax.ep.traffic`, which is held against compiled programs: whole buffers with their headers for
 `pooled_wave` and `fixed_cell`, everybody's tokens for `ring`. A ragged exchange sends rows that exist: their number
-comes from the replay, not from balanced routing. Expert rows are buffer rows, filled or not. No array, no device here.
+comes from the replay, not from balanced routing; `rowwise` sends the expected share of them
+(`rowwise.crossing_shares`). Expert rows are buffer rows, filled or not. No array, no device here.
 """
 
 from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.rowwise import crossing_shares
 from ep_jax.ep.settings import EPConfig
 from ep_jax.ep.traffic import Widths, collectives, one_sided_bytes, traffic
 
@@ -21,7 +23,8 @@ def forward_bytes(settings: EPConfig, shape: LayerShape, widths: Widths, kept_aw
     """Bytes that leave one GPU, dispatch and return. kept_away: rows that leave it, which matter to SENDS_TRUE_ROWS."""
     if settings.transport not in SENDS_TRUE_ROWS:
         return traffic(settings, shape, widths).forward_bytes
-    return fixed_bytes(settings, shape, widths) + 2 * kept_away * widths.row_bytes
+    crossing = sum(crossing_shares(settings, shape)) if settings.transport == "rowwise" else 2.0
+    return fixed_bytes(settings, shape, widths) + crossing * kept_away * widths.row_bytes
 
 
 def fixed_bytes(settings: EPConfig, shape: LayerShape, widths: Widths) -> int:

@@ -38,20 +38,24 @@ def product(
     out_type = jax.ShapeDtypeStruct((rows_RK.shape[0], weights.shape[1 if transposed else 2]), rows_RK.dtype)
     check(rows_RK, weights, out_type, launch, transposed)
     arrays = (*plan_tiles(groups, rows_RK.shape[0]), rows_RK, weights)
-    out_RN = plgpu.kernel(
+    out_RN = call.traced_once(_make_kernel, out_type, launch, transposed, multiprocessors())(*arrays)
+    # Inside shard_map: the kernel says nothing of the mesh axes over which its output varies.
+    return call.vary_alike(out_RN, arrays)[0]
+
+
+def _make_kernel(out_type, launch, transposed, blocks):
+    return plgpu.kernel(
         functools.partial(grouped_kernel, launch=launch, transposed=transposed),
         out_type=out_type,
-        scratch_types=scratch(launch, rows_RK.dtype, transposed=transposed),
-        grid=(multiprocessors() // CLUSTER,),
+        scratch_types=scratch(launch, out_type.dtype, transposed=transposed),
+        grid=(blocks // CLUSTER,),
         grid_names=("clusters",),
         cluster=(CLUSTER,),
         cluster_names=("cluster",),
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
         kernel_name="grouped_matmul",
-    )(*arrays)
-    # Inside shard_map: the kernel says nothing of the mesh axes over which its output varies.
-    return call.vary_alike(out_RN, arrays)[0]
+    )
 
 
 def multiprocessors() -> int:

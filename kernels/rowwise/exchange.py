@@ -49,6 +49,7 @@ tried.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -187,23 +188,33 @@ def launch_kernel(
     name: str,
     body: Callable[..., None],
     *operands: jax.Array,
-    out: tuple[tuple[int, ...], Any],
+    out: jax.ShapeDtypeStruct,
     blocks: int,
     groups: int,
-    scratch: Any,
+    slots: int,
+    **static: Any,
 ) -> jax.Array:
-    """Runs a Mosaic kernel over `blocks` blocks of `groups` warpgroups; its output varies as its first operand does."""
-    shape, dtype = out
-    array = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(shape, dtype),
+    """Runs body(*refs, **static) over `blocks` blocks of `groups` warpgroups; refs: operands, out, ring, loaded.
+
+    ring: shared memory for `slots` rows of each warpgroup; loaded: a barrier for each. The output varies as the first
+    operand does.
+    """
+    kernel = call.traced_once(_make_kernel, name, body, out, blocks, groups, slots, tuple(static.items()))
+    return call.vary_alike(kernel(*operands), operands[0])[0]
+
+
+def _make_kernel(name, body, out, blocks, groups, slots, static):
+    return plgpu.kernel(
+        functools.partial(body, **dict(static)),
+        out_type=out,
         grid=(blocks,),
         grid_names=("blocks",),
         num_threads=groups,
         thread_name="group",
         kernel_name=name,
-        scratch_types=scratch,
+        scratch_types=[
+            plgpu.SMEM((groups, slots, out.shape[1]), out.dtype),
+            plgpu.Barrier(num_barriers=groups * slots),
+        ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(*operands)
-    # Mosaic says nothing of mesh axes, so JAX would take its output for the same on all devices.
-    return call.vary_alike(array, operands[0])[0]
+    )

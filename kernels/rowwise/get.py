@@ -92,38 +92,30 @@ def _sum_rows(
         groups, slots = 1, slots_that_fit(places, row_bytes)
     if slots < places:
         raise NotImplementedError(f"{places} rows of {row_bytes} bytes: {slots} of them fit into shared memory")
-    body = functools.partial(
-        get_kernel,
-        peers=peers,
-        sums=0 if partial_AH is None else peers.shards - 1,
-        skip_empty=skip_empty,
-        blocks=launch.blocks,
-        groups=groups,
-    )
     return launch_kernel(
         "rowwise_get" if peers.shards > 1 else "rowwise_sum",
-        body,
+        get_kernel,
         rows_NH,
         place_TJ.reshape(-1),
         *(() if partial_AH is None else (partial_AH,)),
-        out=((tokens, width), rows_NH.dtype),
+        out=jax.ShapeDtypeStruct((tokens, width), rows_NH.dtype),
         blocks=launch.blocks,
         groups=groups,
-        scratch=[
-            plgpu.SMEM((groups, slots, width), rows_NH.dtype),
-            plgpu.Barrier(num_barriers=groups * slots),
-        ],
+        slots=slots,
+        peers=peers,
+        sums=0 if partial_AH is None else peers.shards - 1,
+        skip_empty=skip_empty,
     )
 
 
-def get_kernel(rows, places, *refs, peers: Any, sums, skip_empty, blocks, groups) -> None:
+def get_kernel(rows, places, *refs, peers: Any, sums, skip_empty) -> None:
     """Refs: rows [N,H], places [T*J], maybe partial [A,H], out [T,H]; ring [groups,slots,H], loaded [groups*slots].
 
     The last `sums` of a token's J places lie in partial.
     """
     *partial, out, ring, loaded = refs
-    group = lax.axis_index("group")
-    worker, workers = lax.axis_index("blocks") * groups + group, blocks * groups
+    groups, group = ring.shape[0], lax.axis_index("group")
+    worker, workers = lax.axis_index("blocks") * groups + group, lax.axis_size("blocks") * groups
     tokens, width = out.shape[-2:]
     per_token, slots = places.shape[-1] // tokens, ring.shape[1]
     share = share_of(worker, workers, tokens)

@@ -44,6 +44,10 @@ class Movements:
 
 
 KERNELS, PLAIN = Movements(), Movements(put=None, get=None)
+# A row crosses to a peer once, and a peer's results are summed before they cross (put.py, get.py).
+FANS = Movements(
+    put=PutLaunch(blocks=96, groups=4, slots=8, fan_out=True), get=GetLaunch(groups=3, slots=10, fan_in=True)
+)
 
 
 class RouteMap(NamedTuple):

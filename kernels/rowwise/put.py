@@ -68,16 +68,6 @@ def put_rows(
     shards = lax.axis_size(axis)
     fan_out = launch.fan_out and shards > 1 and choices > 1
     blocks = min(launch.blocks, FAN_OUT_BLOCKS) if fan_out else launch.blocks
-    body = functools.partial(
-        put_kernel,
-        peers=Peers(axis, shards),
-        tokens=tokens,
-        choices=choices,
-        num_rows=num_rows,
-        blocks=blocks,
-        ahead=min(launch.ahead, slots),
-        direct=launch.direct,
-    )
     if fan_out:
         assert place_STK is not None
         maps = fan_out_maps(place_STK, num_rows, axis)
@@ -85,16 +75,19 @@ def put_rows(
         maps = (place_TK,)
     return launch_kernel(
         "rowwise_put",
-        body,
+        put_kernel,
         rows_TH,
         *(places.reshape(-1) for places in maps),
-        out=((num_rows, width), rows_TH.dtype),
+        out=jax.ShapeDtypeStruct((num_rows, width), rows_TH.dtype),
         blocks=blocks,
         groups=launch.groups,
-        scratch=[
-            plgpu.SMEM((launch.groups, slots, width), rows_TH.dtype),
-            plgpu.Barrier(num_barriers=launch.groups * slots),
-        ],
+        slots=slots,
+        peers=Peers(axis, shards),
+        tokens=tokens,
+        choices=choices,
+        num_rows=num_rows,
+        ahead=min(launch.ahead, slots),
+        direct=launch.direct,
     )
 
 
@@ -114,11 +107,11 @@ def fan_out_maps(place_STK: jax.Array, num_rows: int, axis: str) -> tuple[jax.Ar
     return send_TK, copy_N
 
 
-def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, blocks, ahead, direct) -> None:
+def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, ahead, direct) -> None:
     """Refs: rows [T,H], places [T*K], maybe copies [N], out [N,H]; ring [groups,slots,H], loaded [groups*slots]."""
     *copies, out, ring, loaded = refs
     (groups, slots, width), group = ring.shape, lax.axis_index("group")
-    worker, workers = lax.axis_index("blocks") * groups + group, blocks * groups
+    worker, workers = lax.axis_index("blocks") * groups + group, lax.axis_size("blocks") * groups
     share = share_of(worker, workers, tokens)
 
     def load(source, slot):

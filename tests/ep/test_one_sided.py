@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ep_jax_kernels.rowwise import op, reference
-from ep_jax_kernels.rowwise.get import GetLaunch
-from ep_jax_kernels.rowwise.put import PutLaunch
 from jax.sharding import AxisType, PartitionSpec
 
 from ep_jax.ep import EPConfig, choice, layer, routed_experts_local
@@ -27,6 +25,7 @@ from ep_jax.fields import ConfigError
 from ep_jax.model.transformer import EXCHANGE_NAMES
 from tests.ep import ep_cases
 from tests.ep.ep_cases import Sizes, problem
+from tests.programs import inlined
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def one_sided(monkeypatch):
         return jnp.where(put_N[:, None], put_rows(rows_TH, place_TK, num_rows, axis), jnp.nan)
 
     monkeypatch.setattr(reference, "put_rows", poisoned)
-    monkeypatch.setitem(layer.TRANSPORTS, "rowwise", lambda *args: RowwiseGPU(*args, how=op.PLAIN))
+    monkeypatch.setitem(layer.TRANSPORTS, "rowwise", lambda *args: RowwiseGPU(*args, launches=op.PLAIN))
 
 
 SIZES = Sizes(tokens=32, sequence_length=16, experts=8, choices=3, width=16, hidden=8)
@@ -67,12 +66,11 @@ def test_equals_the_oracle(one_sided, case):
 # --- how often the GPUs of a layer wait for each other ----------------------------------------------------------------
 
 SHAPE = LayerShape(num_shards=4, num_experts=20, experts_per_token=3, tokens=16)
-FANS = op.Movements(put=PutLaunch(fan_out=True), get=GetLaunch(fan_in=True))
 
 
 def waits(monkeypatch, settings: EPConfig, how: op.Movements, *, backward: bool, policy=None) -> collections.Counter:
     """Of one layer lowered for GPUs: collectives by (kind, operand bytes), kernels by name, barriers before them."""
-    monkeypatch.setitem(layer.TRANSPORTS, "rowwise", lambda *args: RowwiseGPU(*args, how=how))
+    monkeypatch.setitem(layer.TRANSPORTS, "rowwise", lambda *args: RowwiseGPU(*args, launches=how))
     shards, hidden = SHAPE.num_shards, 8
     mesh = jax.make_mesh((shards,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
 
@@ -102,7 +100,7 @@ def waits(monkeypatch, settings: EPConfig, how: op.Movements, *, backward: bool,
     )
     split, whole = PartitionSpec("ep"), PartitionSpec()
     step = jax.shard_map(local, mesh=mesh, in_specs=(split,) * 6 + (whole, split), out_specs=split)
-    text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    text = inlined(jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
     kinds = r"all_to_all|all_gather|reduce_scatter|all_reduce|collective_permute|collective_broadcast"
     found = collections.Counter()
     for kind, tensor in re.findall(rf'"stablehlo\.({kinds})".*?: \(tensor<([^>]*)>', text, flags=re.DOTALL):
@@ -117,7 +115,7 @@ def waits(monkeypatch, settings: EPConfig, how: op.Movements, *, backward: bool,
     return found
 
 
-@pytest.mark.parametrize("how", [op.KERNELS, FANS], ids=["plain", "fans"])
+@pytest.mark.parametrize("how", [op.KERNELS, op.FANS], ids=["plain", "fans"])
 @pytest.mark.parametrize("waves", [1, 2])
 def test_gpus_wait_for_each_other_this_often(monkeypatch, waves, how):
     """One exchange before rows move, one barrier a movement, one exchange of the weights' gradients; no more."""
@@ -132,7 +130,7 @@ def test_gpus_wait_for_each_other_this_often(monkeypatch, waves, how):
     assert waits(monkeypatch, settings, how, backward=True) == forward + backward
 
 
-@pytest.mark.parametrize("how", [op.KERNELS, FANS], ids=["plain", "fans"])
+@pytest.mark.parametrize("how", [op.KERNELS, op.FANS], ids=["plain", "fans"])
 def test_remat_repeats_no_exchange(monkeypatch, how):
     """Where a remat policy keeps what was exchanged, the backward pass gathers and moves nothing again."""
     settings = EPConfig(transport="rowwise", waves=2, rescale=True)

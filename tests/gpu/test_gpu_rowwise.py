@@ -198,7 +198,7 @@ def test_two_calls_in_one_program():
 )
 def test_transport_equals_the_emulation(monkeypatch, policy, how):
     """A layer in float32: kept sets exactly, values and gradients closely."""
-    monkeypatch.setattr(rowwise_gpu, "RowwiseGPU", functools.partial(rowwise_gpu.RowwiseGPU, how=how))
+    monkeypatch.setattr(rowwise_gpu, "RowwiseGPU", functools.partial(rowwise_gpu.RowwiseGPU, launches=how))
     shards, experts, tokens, width, hidden = jax.device_count(), 16, 256, 512, 64
     rng = np.random.default_rng(2)
     mesh = configured_mesh(MeshConfig(ep=shards))

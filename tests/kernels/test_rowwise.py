@@ -9,6 +9,7 @@ T tokens of a shard, K choices, N rows of a shard's buffer, H width, J rows that
 import collections
 import dataclasses
 import functools
+import re
 import types
 from typing import Any
 
@@ -26,6 +27,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from tests.programs import inlined
 
 H = 256
 AXES = ("replica", "fsdp", "ep")
@@ -119,7 +122,6 @@ def interpret_put(rows_STH, maps, num_rows, blocks, groups, slots, ahead, direct
             tokens=tokens,
             choices=choices,
             num_rows=num_rows,
-            blocks=blocks,
             ahead=ahead,
             direct=direct,
         )
@@ -144,8 +146,6 @@ def interpret_get(buffers_SNH, places_STJ, blocks, groups, slots, partial_SAH=No
             peers=dataclasses.replace(peers, alone=alone),
             sums=sums,
             skip_empty=alone,
-            blocks=blocks,
-            groups=groups,
         )
 
     operands = [buffers_SNH, places_STJ.reshape(shards, -1)] + ([] if partial_SAH is None else [partial_SAH])
@@ -381,7 +381,7 @@ def lowered(ep, how):
         for last, dtype in ((width, jnp.bfloat16), (choices, jnp.int32))
     ]
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
-    return step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return inlined(step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
 
 
 @pytest.mark.parametrize("ep", [2, 64])
@@ -403,6 +403,29 @@ def test_no_launch_asks_for_nvshmem(ep):
     text = lowered(ep, Movements(put=PutLaunch(direct=True, fan_out=True), get=GetLaunch(fan_in=True)))
     assert "nvshmem" not in text
     assert text.count("uses_xla_collective_metadata = true") == (0 if ep == 1 else 4)
+
+
+def test_layers_share_their_kernels():
+    """Mosaic compiles a kernel once for each text, which names the layer where the kernel is not a function."""
+    mesh, how = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]), op.FANS
+
+    def local(rows, places):
+        def layers(rows):
+            for layer in range(3):
+                with jax.named_scope(f"layer_{layer}"):
+                    route = RouteMap(places, lax.all_gather(places, "ep"))
+                    rows = op.collect(op.dispatch(rows, route, 64, how), route, how)
+            return rows
+
+        out, pull = jax.vjp(layers, rows)
+        return out, *pull(rows)
+
+    spec = PartitionSpec("ep")
+    arguments = (jax.ShapeDtypeStruct((32, 256), jnp.bfloat16), jax.ShapeDtypeStruct((32, 4), jnp.int32))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(set(re.findall(r'kernel_hash = "([^"]*)"', text))) == 3  # PUT, GET and the sum before it
+    assert inlined(text).count("@mosaic_gpu_v2") == 3 * 6
 
 
 def test_nothing_is_unrolled_over_peers():
