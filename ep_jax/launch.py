@@ -60,7 +60,8 @@ def start(config: RunConfig) -> Runtime:
         check_run(config)  # before a backend starts
         if given is None:
             notes.append(f"devices: {per_process} virtual CPU devices made for the mesh {mesh_config.shape_text()}")
-    preset = "cpu" if platform == "cpu" else "gpu_ragged" if config.ep.transport == "ragged" else "gpu"
+    on_gpu = "gpu_ragged" if config.ep.transport == "ragged" else "gpu_scan" if config.model.scan else "gpu"
+    preset = "cpu" if platform == "cpu" else on_gpu
     flags = xla_flags.prepare(preset, per_process, profiling=bool(config.profile.steps))
     launch = distributed.initialize(launch)
 

@@ -48,9 +48,18 @@ PRESETS = (
     Preset(
         name="gpu",
         jax="0.11",
+        # Overlap weight gathers and gradient reductions of the fsdp axis with compute.
+        flags=("--xla_gpu_enable_latency_hiding_scheduler=true",),
+        environment=(("XLA_CLIENT_MEM_FRACTION", "0.9"),),
+    ),
+    Preset(
+        name="gpu_scan",
+        jax="0.11",
         flags=(
-            # Overlap weight gathers and gradient reductions of the fsdp axis with compute.
             "--xla_gpu_enable_latency_hiding_scheduler=true",
+            # Overlap across the turns of a loop over layers. Each flag takes turns out of every loop that has such a
+            # collective: unrolled layers, whose one loop is over parts of the batch, would be compiled twice (on 2 H200
+            # 150 s instead of 40) and overlap within a turn anyway.
             "--xla_gpu_enable_pipelined_all_gather=true",
             "--xla_gpu_enable_pipelined_reduce_scatter=true",
             "--xla_gpu_enable_pipelined_all_reduce=true",
@@ -108,9 +117,10 @@ def prepare(
 ) -> tuple[str, ...]:
     """Checks the user's XLA flags and adds ours that the user has not set; call it before JAX starts.
 
-    `preset` is "cpu", "gpu" or "gpu_ragged"; `num_cpu_devices` is the number of CPU devices of this process (None: not
-    set here); `profiling` makes GPU traces name their phases. Returns what was added, one "NAME=value" each, to be
-    printed and stored in the run folder; empty when a backend of JAX is running already: XLA reads its flags only once.
+    `preset` is "cpu", "gpu", "gpu_scan" (layers in a loop) or "gpu_ragged"; `num_cpu_devices` is the number of CPU
+    devices of this process (None: not set here); `profiling` makes GPU traces name their phases. Returns what was
+    added, one "NAME=value" each, to be printed and stored in the run folder; empty when a backend of JAX is running
+    already: XLA reads its flags only once.
 
     Raises ConfigError for a removed or unknown flag, and for a device count that differs from the one asked for.
     """

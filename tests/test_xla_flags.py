@@ -64,7 +64,7 @@ def test_unknown_flag_and_bad_value_are_refused_by_a_child_process():
 
 def test_flags_and_count_of_the_user_are_kept():
     child = run_child(
-        "gpu",
+        "gpu_scan",
         2,
         XLA_FLAGS="--xla_gpu_enable_pipelined_all_gather=false --xla_force_host_platform_device_count=2",
         XLA_PYTHON_CLIENT_MEM_FRACTION="0.5",
@@ -144,5 +144,5 @@ def test_platform_is_found_without_jax():
 
 
 def test_unknown_preset_is_refused():
-    with pytest.raises(ConfigError, match="XLA preset 'tpu': allowed is one of cpu, gpu, gpu_ragged"):
+    with pytest.raises(ConfigError, match="XLA preset 'tpu': allowed is one of cpu, gpu, gpu_scan, gpu_ragged"):
         xla_flags.prepare("tpu", environ={})

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ep_jax_kernels.rowwise.op import FANS, KERNELS, Movements, RouteMap, collect, dispatch, dispatch_weights
+from ep_jax_kernels.rowwise.op import FANS, KERNELS, Movements, RouteMap, collect, dispatch, dispatch_weights, route_map
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -45,7 +45,8 @@ class WholeReceivers(Receivers):
 
 class OneSidedPlan(NamedTuple):
     place_TK: jax.Array  # row in [S, W, N], -1 when dropped or invalid
-    place_STK: jax.Array  # of all shards
+    whole: RouteMap  # of all waves, whose buffers lie behind each other
+    waves: tuple[RouteMap, ...]  # row in [S, N] of each
     sent_TK: jax.Array  # bool: every valid assignment; drops are the receivers'
     sizes_We: tuple[jax.Array, ...]  # rows that arrive for this shard's experts, by wave
     weights_WN: jax.Array  # float32 [W*N], by which this shard's experts multiply their results
@@ -103,8 +104,18 @@ class RowwiseGPU(RowwiseBase):
             told.ids_STK, told.rank_STK, source_S[:, None, None], kept_SDe, receivers
         )
         place_STK = jnp.where(row_STK < 0, -1, (destination * self.waves + wave) * receivers.rows(0) + row_STK)
-        place_STK, place_TK, sizes = checkpoint_name(
-            (place_STK, place_STK[me], arriving(kept_SDe, me, receivers)), "route_plan"
+        place_TK, rows = place_STK[me], receivers.rows(0)
+        whole = route_map(place_TK, place_STK, self.waves * rows, self.how)
+
+        def of_wave(wave: int) -> RouteMap:
+            here_STK = (place_STK >= 0) & (place_STK // rows % self.waves == wave)
+            row_STK = jnp.where(here_STK, place_STK // (self.waves * rows) * rows + place_STK % rows, -1)
+            return route_map(row_STK[me], row_STK, rows, self.how)
+
+        waves = (whole,) if self.waves == 1 else tuple(of_wave(wave) for wave in range(self.waves))
+        sizes = arriving(kept_SDe, me, receivers)
+        place_TK, place_STK, whole, waves, sizes = checkpoint_name(
+            (place_TK, place_STK, whole, waves, sizes), "route_plan"
         )
 
         def settled(weights_TK: jax.Array, valid_T: jax.Array, place_TK: jax.Array) -> jax.Array:
@@ -116,21 +127,13 @@ class RowwiseGPU(RowwiseBase):
 
         weights_TK = settled(routes.weights_TK, routes.valid_T, place_TK)
         weights_STK = jax.vmap(settled)(told.weights_STK, told.ids_STK[..., 0] >= 0, place_STK)
-        places, all_rows = RouteMap(place_TK, place_STK), self.waves * receivers.rows(0)
-        weights_WN = dispatch_weights(weights_TK, weights_STK, places, all_rows, self.how.axis)
+        weights_WN = dispatch_weights(weights_TK, weights_STK, place_TK, place_STK, self.waves * rows, self.how.axis)
         weights_WN = checkpoint_name(weights_WN, "route_plan")
-        return OneSidedPlan(place_TK, place_STK, routes.valid_ids_TK >= 0, sizes, weights_WN)
+        return OneSidedPlan(place_TK, whole, waves, routes.valid_ids_TK >= 0, sizes, weights_WN)
 
     def dispatch(self, rows_TH: jax.Array, plan: OneSidedPlan, wave: int, after: jax.Array | int) -> tuple:
         """Every shard's rows of wave `wave` in this shard's buffer: (RaggedRows, None)."""
-        rows = self.receivers.rows(0)
-
-        def of_wave(place: jax.Array) -> jax.Array:
-            """From [S, W, N] to [S, N]."""
-            here = (place >= 0) & (place // rows % self.waves == wave)
-            return jnp.where(here, place // (self.waves * rows) * rows + place % rows, -1) + after
-
-        places = RouteMap(of_wave(plan.place_TK), of_wave(plan.place_STK) if self.how.fans else None)
+        rows, places = self.receivers.rows(0), jax.tree.map(lambda places: places + after, plan.waves[wave])
         put = checkpoint_name(dispatch(rows_TH, places, rows, self.how), "dispatched_rows")
         weights_N = plan.weights_WN[wave * rows : (wave + 1) * rows]
         return RaggedRows(put, plan.sizes_We[wave], weights_N), None
@@ -146,5 +149,4 @@ class RowwiseGPU(RowwiseBase):
         del weights_TK, accepted_TK
         # A shard's waves lie behind each other in its own buffer, as places count them.
         results = [wave.rows_QH for wave in returned]
-        places = RouteMap(plan.place_TK, plan.place_STK if self.how.fans else None)
-        return collect(results[0] if self.waves == 1 else jnp.concatenate(results), places, self.how)
+        return collect(results[0] if self.waves == 1 else jnp.concatenate(results), plan.whole, self.how)

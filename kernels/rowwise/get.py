@@ -19,7 +19,7 @@ saves link bytes as fan-out does (put.py).
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,25 +40,25 @@ class GetLaunch:
     fan_in: bool = False  # peers sum what a token has there; rounded once more for each peer
 
 
-def get_sum(
-    rows_NH: jax.Array, place_TK: jax.Array, place_STK: jax.Array | None, axis: str, launch: GetLaunch
-) -> jax.Array:
-    """[T,H] in the rows' dtype: float32 sum over k ascending of the rows at place_TK[t,k].
+class FanIn(NamedTuple):
+    """What a shard does when peers sum what a token has there; A and J as above."""
 
-    place_STK: the places of all shards, needed for fan-in alone.
-    """
-    peers, choices = Peers(axis, lax.axis_size(axis)), place_TK.shape[1]
-    if not launch.fan_in or peers.shards == 1 or choices == 1:
+    partial_AK: jax.Array  # int32, rows here of the peers' tokens; -1 for none
+    place_TJ: jax.Array  # int32, places of my own rows, then of the peers' sums for my tokens; -1 for none
+
+
+def get_sum(rows_NH: jax.Array, place_TK: jax.Array, fan_in: FanIn | None, axis: str, launch: GetLaunch) -> jax.Array:
+    """[T,H] in the rows' dtype: float32 sum over k ascending of the rows at place_TK[t,k]."""
+    peers = Peers(axis, lax.axis_size(axis))
+    if fan_in is None:
         return _sum_rows(peers, launch, rows_NH, place_TK)
-    assert place_STK is not None
-    partial_AK, place_TJ = fan_in_maps(place_STK, rows_NH.shape[0], axis)
     # The peers' tokens without a row here stay unwritten, and nobody reads them.
-    partial_AH = _sum_rows(Peers(axis, 1), launch, rows_NH, partial_AK, skip_empty=True)
-    return _sum_rows(peers, launch, rows_NH, place_TJ, partial_AH)
+    partial_AH = _sum_rows(Peers(axis, 1), launch, rows_NH, fan_in.partial_AK, skip_empty=True)
+    return _sum_rows(peers, launch, rows_NH, fan_in.place_TJ, partial_AH)
 
 
-def fan_in_maps(place_STK: jax.Array, num_rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
-    """(rows here of the peers' tokens [A,K]; places of my own rows, then of the peers' sums for my tokens [T,J])."""
+def fan_in_maps(place_STK: jax.Array, num_rows: int, axis: str) -> FanIn:
+    """This shard's, from the places of all shards."""
     me, (shards, tokens, choices) = lax.axis_index(axis), place_STK.shape
     place_TK = place_STK[me]
     owner_TK = jnp.where(place_TK < 0, -1, place_TK // num_rows)
@@ -71,7 +71,8 @@ def fan_in_maps(place_STK: jax.Array, num_rows: int, axis: str) -> tuple[jax.Arr
         peer = (me + distance) % shards
         first = (peer * (shards - 1) + shards - distance - 1) * tokens
         sums.append(jnp.where((owner_TK == peer).any(axis=1), first + jnp.arange(tokens, dtype=jnp.int32), -1))
-    return partial_PTK.reshape(-1, choices), jnp.concatenate([own_TK, jnp.stack(sums, axis=1)], axis=1)
+    place_TJ = jnp.concatenate([own_TK, jnp.stack(sums, axis=1)], axis=1)
+    return FanIn(partial_PTK.reshape(-1, choices), place_TJ)
 
 
 def _sum_rows(

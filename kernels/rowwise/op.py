@@ -25,8 +25,8 @@ from jax import lax
 
 from . import reference
 from .exchange import SHARED_BYTES
-from .get import GetLaunch, get_sum
-from .put import PutLaunch, put_rows
+from .get import FanIn, GetLaunch, fan_in_maps, get_sum
+from .put import FanOut, PutLaunch, fan_out_maps, put_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,6 @@ class Movements:
     axis: str = "ep"
     put: PutLaunch | None = dataclasses.field(default_factory=PutLaunch)
     get: GetLaunch | None = dataclasses.field(default_factory=GetLaunch)
-
-    @property
-    def fans(self) -> bool:
-        """Whether a movement needs all shards' places."""
-        return (self.put is not None and self.put.fan_out) or (self.get is not None and self.get.fan_in)
 
 
 KERNELS, PLAIN = Movements(), Movements(put=None, get=None)
@@ -58,7 +53,18 @@ class RouteMap(NamedTuple):
     """
 
     place_TK: jax.Array  # of this shard
-    place_STK: jax.Array | None = None  # of all shards; fan-out, fan-in and dispatch_weights need it
+    fan_out: FanOut | None = None
+    fan_in: FanIn | None = None
+
+
+def route_map(place_TK: jax.Array, place_STK: jax.Array, num_rows: int, how: Movements = KERNELS) -> RouteMap:
+    """What `how` needs of a shard's places and all shards'; made once for the movements there and back."""
+    apart = place_STK.shape[0] > 1 and place_STK.shape[2] > 1  # else no two rows of a token lie on one peer
+    return RouteMap(
+        place_TK,
+        fan_out_maps(place_STK, num_rows, how.axis) if apart and how.put and how.put.fan_out else None,
+        fan_in_maps(place_STK, num_rows, how.axis) if apart and how.get and how.get.fan_in else None,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -71,7 +77,7 @@ def dispatch(rows_TH: jax.Array, places: RouteMap, num_rows: int, how: Movements
 
 
 def _dispatch_forward(rows_TH, places, num_rows, how):
-    return put(rows_TH, places, num_rows, how), _kept(places, how)
+    return put(rows_TH, places, num_rows, how), places
 
 
 def _dispatch_backward(num_rows, how, places, d_rows_NH):
@@ -91,7 +97,7 @@ def collect(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> j
 
 
 def _collect_forward(rows_NH, places, how):
-    return get(rows_NH, places, how), (_kept(places, how), rows_NH.shape[0])
+    return get(rows_NH, places, how), (places, rows_NH.shape[0])
 
 
 def _collect_backward(how, residuals, d_out_TH):
@@ -102,27 +108,31 @@ def _collect_backward(how, residuals, d_out_TH):
 collect.defvjp(_collect_forward, _collect_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def dispatch_weights(
-    weights_TK: jax.Array, weights_STK: jax.Array, places: RouteMap, num_rows: int, axis: str
+    weights_TK: jax.Array,
+    weights_STK: jax.Array,
+    place_TK: jax.Array,
+    place_STK: jax.Array,
+    num_rows: int,
+    axis: str,
 ) -> jax.Array:
     """float32 [N]: the weight of each row of this shard's buffer, zero for a row without a place.
 
-    weights_STK float32: every shard's weights_TK, which nothing exchanges here. Differentiable in weights_TK alone, by
-    one all-gather of the gradients' numbers.
+    weights_STK float32 and place_STK: every shard's, which nothing exchanges here. Differentiable in weights_TK alone,
+    by one all-gather of the gradients' numbers.
     """
-    assert places.place_STK is not None
-    row_STK = places.place_STK - lax.axis_index(axis) * num_rows
+    row_STK = place_STK - lax.axis_index(axis) * num_rows
     row_STK = jnp.where((row_STK >= 0) & (row_STK < num_rows), row_STK, num_rows)  # -1 is negative on every shard
     return jnp.zeros(num_rows, jnp.float32).at[row_STK.reshape(-1)].set(weights_STK.reshape(-1), mode="drop")
 
 
-def _dispatch_weights_forward(weights_TK, weights_STK, places, num_rows, axis):
-    return dispatch_weights(weights_TK, weights_STK, places, num_rows, axis), places.place_TK
+def _dispatch_weights_forward(weights_TK, weights_STK, place_TK, place_STK, num_rows, axis):
+    return dispatch_weights(weights_TK, weights_STK, place_TK, place_STK, num_rows, axis), place_TK
 
 
 def _dispatch_weights_backward(num_rows, axis, place_TK, d_weights_N):
-    return reference.get_numbers(d_weights_N, place_TK, axis), None, None
+    return reference.get_numbers(d_weights_N, place_TK, axis), None, None, None
 
 
 dispatch_weights.defvjp(_dispatch_weights_forward, _dispatch_weights_backward)
@@ -134,7 +144,7 @@ def put(rows_TH: jax.Array, places: RouteMap, num_rows: int, how: Movements = KE
     if how.put is None:
         return reference.put_rows(rows_TH, places.place_TK, num_rows, how.axis)
     check_rows(rows_TH)
-    return put_rows(rows_TH, *places, num_rows, how.axis, how.put)
+    return put_rows(rows_TH, places.place_TK, places.fan_out, num_rows, how.axis, how.put)
 
 
 def get(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> jax.Array:
@@ -143,12 +153,7 @@ def get(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> jax.A
     if how.get is None:
         return reference.get_sum(rows_NH, places.place_TK, how.axis)
     check_rows(rows_NH)
-    return get_sum(rows_NH, *places, how.axis, how.get)
-
-
-def _kept(places: RouteMap, how: Movements) -> RouteMap:
-    """What the backward pass needs of a route map."""
-    return places if how.fans else RouteMap(places.place_TK)
+    return get_sum(rows_NH, places.place_TK, places.fan_in, how.axis, how.get)
 
 
 def _check(rows_TH: jax.Array | None, place_TK: jax.Array, num_rows: int, how: Movements) -> None:

@@ -21,7 +21,7 @@ Not run on a GPU yet, and off by default:
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,40 +49,32 @@ FAN_OUT_BLOCKS = 96
 RUN = 32  # rows that a worker copies in a row: their sources are one cache line
 
 
-def put_rows(
-    rows_TH: jax.Array,
-    place_TK: jax.Array,
-    place_STK: jax.Array | None,
-    num_rows: int,
-    axis: str,
-    launch: PutLaunch,
-) -> jax.Array:
-    """[N,H] of this shard: every shard's row t lies at each of its places, a place being peer * N + row or -1.
+class FanOut(NamedTuple):
+    """What a shard does when a token's row crosses to a peer once."""
 
-    place_STK: the places of all shards, needed for fan-out alone.
-    """
+    send_TK: jax.Array  # int32, places to send to; -1 where the peer copies
+    copy_N: jax.Array  # int32, the row of my buffer to copy from; -1 for none
+
+
+def put_rows(
+    rows_TH: jax.Array, place_TK: jax.Array, fan_out: FanOut | None, num_rows: int, axis: str, launch: PutLaunch
+) -> jax.Array:
+    """[N,H] of this shard: every shard's row t lies at each of its places, a place being peer * N + row or -1."""
     (tokens, width), choices = rows_TH.shape, place_TK.shape[1]
     slots = slots_that_fit(
         min(launch.slots, MOST_SLOTS // launch.groups), launch.groups * width * rows_TH.dtype.itemsize
     )
-    shards = lax.axis_size(axis)
-    fan_out = launch.fan_out and shards > 1 and choices > 1
-    blocks = min(launch.blocks, FAN_OUT_BLOCKS) if fan_out else launch.blocks
-    if fan_out:
-        assert place_STK is not None
-        maps = fan_out_maps(place_STK, num_rows, axis)
-    else:
-        maps = (place_TK,)
+    maps = fan_out or (place_TK,)
     return launch_kernel(
         "rowwise_put",
         put_kernel,
         rows_TH,
         *(places.reshape(-1) for places in maps),
         out=jax.ShapeDtypeStruct((num_rows, width), rows_TH.dtype),
-        blocks=blocks,
+        blocks=min(launch.blocks, FAN_OUT_BLOCKS) if fan_out else launch.blocks,
         groups=launch.groups,
         slots=slots,
-        peers=Peers(axis, shards),
+        peers=Peers(axis, lax.axis_size(axis)),
         tokens=tokens,
         choices=choices,
         num_rows=num_rows,
@@ -91,20 +83,22 @@ def put_rows(
     )
 
 
-def fan_out_maps(place_STK: jax.Array, num_rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
-    """(places [T,K] to send to, -1 where the peer copies; [N] the row of my buffer to copy from, -1 for none)."""
+def fan_out_maps(place_STK: jax.Array, num_rows: int, axis: str) -> FanOut:
+    """This shard's, from the places of all shards."""
     me, (shards, _, choices) = lax.axis_index(axis), place_STK.shape
     peer_STK = jnp.where(place_STK < 0, -1, place_STK // num_rows)
-    first = [jnp.argmax(peer_STK == peer_STK[..., choice, None], axis=2) for choice in range(choices)]
-    first_STK = jnp.stack(first, axis=2)
-    repeated_STK = (first_STK < jnp.arange(choices, dtype=first_STK.dtype)[None, None]) & (place_STK >= 0)
+    choice_111K = jnp.arange(choices, dtype=jnp.int32)[None, None, None]
+    # By compares and sums over pairs of choices, which XLA makes one kernel of.
+    together_STKK = peer_STK[..., :, None] == peer_STK[..., None, :]
+    first_STK = jnp.min(jnp.where(together_STKK, choice_111K, choices), axis=3)
+    from_STK = jnp.sum(jnp.where(first_STK[..., None] == choice_111K, place_STK[..., None, :], 0), axis=3)
+    repeated_STK = (first_STK < choice_111K[0]) & (place_STK >= 0)
     # A source stores all rows of its own buffer itself.
     copied_STK = repeated_STK & (peer_STK != jnp.arange(shards, dtype=jnp.int32)[:, None, None])
     send_TK = jnp.where(copied_STK, -1, place_STK)[me]
     row_STK = jnp.where(copied_STK & (peer_STK == me), place_STK - me * num_rows, num_rows)
-    from_STK = jnp.take_along_axis(place_STK, first_STK, axis=2) - me * num_rows
-    copy_N = jnp.full((num_rows,), -1, jnp.int32).at[row_STK.reshape(-1)].set(from_STK.reshape(-1), mode="drop")
-    return send_TK, copy_N
+    copy_N = jnp.full((num_rows,), -1, jnp.int32).at[row_STK.reshape(-1)]
+    return FanOut(send_TK, copy_N.set((from_STK - me * num_rows).reshape(-1), mode="drop"))
 
 
 def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, ahead, direct) -> None:

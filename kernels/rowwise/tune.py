@@ -33,7 +33,7 @@ from tools.bench.shapes import Shape, routing, shape_of
 from tools.bench.timing import is_kernel
 
 from .get import GetLaunch
-from .op import PLAIN, Movements, RouteMap, collect, dispatch, get, put
+from .op import PLAIN, Movements, RouteMap, collect, dispatch, get, put, route_map
 from .put import PutLaunch
 
 PUTS = (
@@ -158,8 +158,8 @@ def try_launches(problem: Problem, movement: str, launches: Sequence[Any], ends:
 
     def run(how):
         if movement == "put":
-            return lambda rows, places: put(rows, route_map(places), problem.num_rows, how)
-        return lambda rows, places: get(rows, route_map(places), how)
+            return lambda rows, places: put(rows, make_map(places, problem.num_rows, how), problem.num_rows, how)
+        return lambda rows, places: get(rows, make_map(places, problem.num_rows, how), how)
 
     wanted = jax.block_until_ready(problem.jit(run(PLAIN))(*arguments))
     results, ready = [], []
@@ -236,12 +236,9 @@ def trace_calls(runs: Sequence[tuple], calls: int) -> tuple[list[Event], dict[st
     return events, {name: round(ms, 4) for name, ms in sorted(by_name.items(), key=lambda item: -item[1])}
 
 
-def route_map(place_TK: jax.Array) -> RouteMap:
-    """Inside shard_map; only launches with fans use the places of all shards, and XLA drops the gather for the others.
-
-    A layer has them from its plan (ep_jax/ep/rowwise_gpu.py), so the gather counts for nothing there.
-    """
-    return RouteMap(place_TK, jax.lax.all_gather(place_TK, "ep"))
+def make_map(place_TK: jax.Array, num_rows: int, how: Movements) -> RouteMap:
+    """Inside shard_map. A layer has everybody's places from its plan, so the gather counts for nothing there."""
+    return route_map(place_TK, jax.lax.all_gather(place_TK, "ep"), num_rows, how)
 
 
 def check_derivatives(problem: Problem, how: Movements, calls: int) -> dict[str, Any]:
@@ -249,7 +246,7 @@ def check_derivatives(problem: Problem, how: Movements, calls: int) -> dict[str,
 
     def run(how):
         def local(rows, places):
-            places = route_map(places)
+            places = make_map(places, problem.num_rows, how)
 
             def layer(rows):
                 arrived = dispatch(rows, places, problem.num_rows, how)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ep_jax_kernels.rowwise.get import GetLaunch
-from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, Movements, RouteMap, collect, dispatch, dispatch_weights
+from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, Movements, collect, dispatch, dispatch_weights, route_map
 from ep_jax_kernels.rowwise.put import PutLaunch
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -54,9 +54,10 @@ def random_places(rng, groups, shards, num_rows):
 
 def experts(how, rows_TH, weights_TK, places_TK, held_N):
     """[T,H]: the sum of each token's rows times 2 times their weights."""
-    places = RouteMap(places_TK, lax.all_gather(places_TK, "ep"))
+    places_STK = lax.all_gather(places_TK, "ep")
+    places = route_map(places_TK, places_STK, held_N.size, how)
     arrived_NH = dispatch(rows_TH, places, held_N.size, how)
-    weights_N = dispatch_weights(weights_TK, lax.all_gather(weights_TK, "ep"), places, held_N.size, "ep")
+    weights_N = dispatch_weights(weights_TK, lax.all_gather(weights_TK, "ep"), places_TK, places_STK, held_N.size, "ep")
     weighted_NH = arrived_NH.astype(jnp.float32) * 2 * weights_N[:, None]
     return collect(jnp.where(held_N[:, None], weighted_NH, jnp.nan).astype(arrived_NH.dtype), places, how)
 

@@ -339,11 +339,11 @@ def test_plain_movements_and_derivatives():
 
     def local(rows, results, weights, places, d_arrived, d_out, d_weights):
         everybody = [lax.all_gather(array, "ep") for array in (places, weights)]
-        route = RouteMap(places, everybody[0])
+        route = RouteMap(places)
         arrived, pull_dispatch = jax.vjp(lambda rows: op.dispatch(rows, route, num_rows, PLAIN), rows)
         out, pull_collect = jax.vjp(lambda results: op.collect(results, route, PLAIN), results)
         row_weights, pull_weights = jax.vjp(
-            lambda weights: op.dispatch_weights(weights, everybody[1], route, num_rows, "ep"), weights
+            lambda weights: op.dispatch_weights(weights, everybody[1], places, everybody[0], num_rows, "ep"), weights
         )
         return arrived, out, row_weights, *pull_dispatch(d_arrived), *pull_collect(d_out), *pull_weights(d_weights)
 
@@ -371,7 +371,9 @@ def lowered(ep, how):
     mesh = AbstractMesh((1, 2, ep), AXES, axis_types=(AxisType.Auto,) * 3)
 
     def local(rows, places):
-        route = RouteMap(places, lax.all_gather(places, "ep") if how.fans else None)
+        route = (
+            RouteMap(places) if how is KERNELS else op.route_map(places, lax.all_gather(places, "ep"), num_rows, how)
+        )
         out, pull = jax.vjp(lambda rows: op.collect(op.dispatch(rows, route, num_rows, how), route, how), rows)
         return out, *pull(rows)
 
@@ -413,7 +415,7 @@ def test_layers_share_their_kernels():
         def layers(rows):
             for layer in range(3):
                 with jax.named_scope(f"layer_{layer}"):
-                    route = RouteMap(places, lax.all_gather(places, "ep"))
+                    route = op.route_map(places, lax.all_gather(places, "ep"), 64, how)
                     rows = op.collect(op.dispatch(rows, route, 64, how), route, how)
             return rows
 

@@ -7,6 +7,7 @@ gradients of rows, combine weights and both expert weights.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,7 @@ class Result:
     error: float  # relative error of the checked tokens' outputs
     gradient_error: float  # the largest one of the gradients of their rows and weights, and of the checked experts'
     memory: Memory  # of the compiled forward and backward pass
+    spent_s: dict[str, float]  # by what the benchmark did: compile, check, measure
 
     @property
     def dropped(self) -> float:
@@ -104,6 +106,7 @@ class Result:
             "drop_rate_receiver": float((self.fates == DROPPED_BY_RECEIVER).mean()),
             "relative_error": self.error,
             "relative_error_of_gradients": self.gradient_error,
+            "spent_s": self.spent_s,
         } | self.memory.as_json()
 
 
@@ -165,18 +168,25 @@ def compile_layer(problem: Problem, local: LocalLayer) -> tuple[Any, Any]:
 
 def run_layer(problem: Problem, local: LocalLayer, iterations: int, payload: str = "compute") -> Result:
     """Checks and times one variant; payload as `ep.payload`. Raises ArithmeticError when its values are wrong."""
+    began = time.perf_counter()
     forward, gradients = compile_layer(problem, local)
+    compiled = time.perf_counter()
     forward_arguments = (*problem.inputs, problem.ids_TK)
     out, fates = forward(*forward_arguments)
     found, _ = gradients(*forward_arguments, problem.d_out_TH)
     error, gradient_error = check(problem, np.asarray(fates), out, found, payload)
+    checked = time.perf_counter()
+    times = measure(forward, *forward_arguments, iterations=iterations)
+    both = measure(gradients, *forward_arguments, problem.d_out_TH, iterations=iterations)
+    spent = {"compile": compiled - began, "check": checked - compiled, "measure": time.perf_counter() - checked}
     return Result(
-        forward=measure(forward, *forward_arguments, iterations=iterations),
-        both=measure(gradients, *forward_arguments, problem.d_out_TH, iterations=iterations),
+        forward=times,
+        both=both,
         fates=np.asarray(fates),
         error=error,
         gradient_error=gradient_error,
         memory=memory_of(gradients),
+        spent_s={name: round(seconds, 1) for name, seconds in spent.items()},
     )
 
 
