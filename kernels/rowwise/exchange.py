@@ -98,11 +98,6 @@ class Peers:
         place: Any = {self.axis: peer}
         return ref if self.shards == 1 else plgpu.remote_ref(ref, place)
 
-    def here(self) -> jax.Array:
-        """This shard's index."""
-        # A kernel that reaches into no peer has no table to read it from, and Mosaic would ask NVSHMEM.
-        return jnp.int32(0) if self.shards == 1 else lax.axis_index(self.axis)
-
     def mine(self, ref: Any) -> Any:
         """This shard's own array."""
         return ref

@@ -7,14 +7,15 @@ A worker (a warpgroup; several may share a block) walks over its tokens' places 
 bulk loads from the peers run `slots` rows before the sum. Terms are added in order of k, in float32, and cast once; a
 place of -1 loads nothing and adds zero whatever lies in its slot.
 
+With `fan_in` the rows that a token has on one peer are summed there first, and one row crosses the link. The sum over a
+peer's rows is float32 but crosses in the rows' type: one more rounding for each peer, and the order is own rows, then
+peers (relative error of a bfloat16 sum 1.9e-3 instead of 1.7e-3 at A). It costs a pass over the rows and a buffer [A,H]
+on every shard, and saves link bytes as fan-out does (put.py).
+
 On 2 H200, all sums bitwise those of plain JAX: 334 GB/s to each GPU at the shapes A, B and C of tools.bench (0.604 ms
 at A), the same with 128 to 528 blocks, and 331 with 32 blocks of 4 warpgroups. Sending results from the expert's side
-instead cannot win: a PUT takes 0.559 ms, and the sum would then be a pass of its own of at least 0.12 ms.
-
-`fan_in` (off by default, not run on a GPU yet): the rows that a token has on one peer are summed there first, and one
-row crosses the link. The sum over a peer's rows is float32 but crosses in the rows' type: one more rounding for each
-peer, and the order is own rows, then peers. It costs a pass over the rows and a buffer [A,H] on every shard, and
-saves link bytes as fan-out does (put.py).
+instead cannot win: a PUT takes 0.559 ms, and the sum would then be a pass of its own of at least 0.12 ms. With fan-in
+the two kernels take 0.377, 0.227 and about 0.60 ms together at A, B and C instead of 0.603, 0.603 and 1.60.
 """
 
 import dataclasses

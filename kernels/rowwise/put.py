@@ -6,17 +6,15 @@ A worker (a warpgroup; several may share a block) walks over its tokens with a r
 loads run `ahead` tokens before the stores, and a slot is loaded again once the stores that read from it are done
 reading. Loads and stores are bulk copies of a whole row; the K stores of a token share one load.
 
+With `fan_out` a token whose choices meet again on one peer crosses the link once. It is stored at the first of its
+rows there; when all shards are done, each copies such rows within its own buffer to the others. The result is the same
+to the bit. With uniform routing, 2 shards and 8 choices that is a quarter of the link's bytes, with 4 shards 45 %, with
+8 shards two thirds; for 4 choices of 16 experts 48, 73 and 90 %, where the copying is not worth it.
+
 On 2 H200, all rows correct: 360 GB/s off each GPU at the shapes A, B and C of tools.bench (0.559 ms at A), the same
 with 128 to 528 blocks and rings of 4 to 32 rows: what the link gives to kernels. 64 blocks 344, 32 blocks 295 GB/s.
-
-Not run on a GPU yet, and off by default:
-
-* `direct`: the engine that does bulk copies takes them in order and stores over the link may hold it up, so rows for
-  the GPU's own buffer are left to the threads. Meant for few blocks, as are several warpgroups.
-* `fan_out`: a token whose choices meet again on one peer crosses the link once. It is stored at the first of its rows
-  there; when all shards are done, each copies such rows within its own buffer to the others. The result is the same
-  to the bit. With uniform routing, 2 shards and 8 choices that is a quarter of the bytes, with 4 shards 45 %, with 8
-  shards two thirds; for 4 choices of 16 experts 48, 73 and 90 %, and the copying would not be worth the last.
+With fan-out 0.363, 0.256 and about 0.66 ms at A, B and C instead of 0.559, 0.556 and 1.48, in 96 blocks of 4
+warpgroups; 64 such blocks take 0.387 ms at A, 32 take 0.492.
 """
 
 import dataclasses
@@ -29,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .exchange import MOST_SLOTS, Peers, find_place, launch_kernel, row_layout, share_of, slots_that_fit
+from .exchange import MOST_SLOTS, Peers, find_place, launch_kernel, share_of, slots_that_fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,6 @@ class PutLaunch:
     groups: int = 1
     slots: int = 16
     ahead: int = 4
-    direct: bool = False  # threads, not bulk copies, store to the GPU's own buffer
     fan_out: bool = False  # a row crosses to a peer once; at most FAN_OUT_BLOCKS blocks
 
 
@@ -79,7 +76,6 @@ def put_rows(
         choices=choices,
         num_rows=num_rows,
         ahead=min(launch.ahead, slots),
-        direct=launch.direct,
     )
 
 
@@ -101,10 +97,10 @@ def fan_out_maps(place_STK: jax.Array, num_rows: int, axis: str) -> FanOut:
     return FanOut(send_TK, copy_N.set((from_STK - me * num_rows).reshape(-1), mode="drop"))
 
 
-def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, ahead, direct) -> None:
+def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, ahead) -> None:
     """Refs: rows [T,H], places [T*K], maybe copies [N], out [N,H]; ring [groups,slots,H], loaded [groups*slots]."""
     *copies, out, ring, loaded = refs
-    (groups, slots, width), group = ring.shape, lax.axis_index("group")
+    (groups, slots, _), group = ring.shape, lax.axis_index("group")
     worker, workers = lax.axis_index("blocks") * groups + group, lax.axis_size("blocks") * groups
     share = share_of(worker, workers, tokens)
 
@@ -122,8 +118,6 @@ def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, ahead
         def _(turn):
             store_turn(turn, lax.rem(turn, slots))
             plgpu.commit_smem_to_gmem_group()  # one group a turn, so that groups count turns
-            if direct:
-                plgpu.commit_smem()  # the slot has been read by all threads before a bulk copy writes it again
 
             @pl.when(turn + ahead < count)
             def _():
@@ -135,17 +129,7 @@ def put_kernel(rows, places, *refs, peers: Any, tokens, choices, num_rows, ahead
 
     def store(slot, place):
         peer, row = find_place(place, num_rows)
-
-        def by_bulk_copy():
-            plgpu.copy_smem_to_gmem(ring.at[group, slot], peers.array_of(out, peer).at[row], commit_group=False)
-
-        def by_threads():
-            peers.mine(out)[row] = plgpu.load(ring.at[group, slot], layout=row_layout(width, ring.dtype))
-
-        if not direct:
-            return by_bulk_copy()
-        pl.when(peer != peers.here())(by_bulk_copy)
-        pl.when(peer == peers.here())(by_threads)
+        plgpu.copy_smem_to_gmem(ring.at[group, slot], peers.array_of(out, peer).at[row], commit_group=False)
 
     def load_token(turn, slot):
         load(rows.at[share.first + turn], slot)

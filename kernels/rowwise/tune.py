@@ -38,16 +38,13 @@ from .put import PutLaunch
 
 PUTS = (
     PutLaunch(),
-    PutLaunch(direct=True),
     PutLaunch(132, 2, 8, 4),
-    *(PutLaunch(64, groups, slots, slots // 2, way) for groups, slots in ((2, 16), (4, 8)) for way in (False, True)),
+    *(PutLaunch(64, groups, slots, slots // 2) for groups, slots in ((2, 16), (4, 8))),
     PutLaunch(32, 1, 16, 8),
-    *(PutLaunch(blocks, 4, 8, 4, way) for blocks in (32, 16) for way in (False, True)),
-    PutLaunch(96, 1, 32, 16, fan_out=True),
+    *(PutLaunch(blocks, 4, 8, 4) for blocks in (32, 16)),
     *(
-        PutLaunch(blocks, groups, slots, slots // 2, way, fan_out=True)
-        for blocks, groups, slots in ((96, 2, 16), (96, 4, 8), (64, 4, 8), (32, 4, 8))
-        for way in (False, True)
+        PutLaunch(blocks, groups, slots, slots // 2, fan_out=True)
+        for blocks, groups, slots in ((96, 1, 32), (96, 2, 16), (96, 4, 8), (64, 4, 8), (32, 4, 8))
     ),
 )
 GETS = (

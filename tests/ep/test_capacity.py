@@ -1,6 +1,7 @@
 """Capacities in rows: exact on the host and in int32 on the device, never 0, never more than can occur."""
 
 import functools
+import itertools
 from fractions import Fraction
 
 import hypothesis
@@ -35,6 +36,13 @@ SHAPES = st.builds(
     st.integers(1, 8),
     st.integers(1, 700),
 )
+
+
+@pytest.mark.parametrize(("experts", "choices", "given"), [(6, 2, 3), (7, 3, 1), (8, 4, 2), (5, 5, 2), (6, 1, 4)])
+def test_crossing_share_counts_tokens_of_all_choices(experts, choices, given):
+    shape = LayerShape(num_shards=1, num_experts=experts, experts_per_token=choices, tokens=1)
+    met = [sum(expert < given for expert in chosen) for chosen in itertools.combinations(range(experts), choices)]
+    assert shape.crossing_share(given) == pytest.approx(sum(map(bool, met)) / sum(met))
 
 
 def logical(capacity: Capacity, counts) -> list[int]:

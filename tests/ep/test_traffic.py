@@ -161,9 +161,24 @@ def test_ragged_and_rowwise_move_balanced_rows():
     told, weights = 63 * (384 + 2 * 8 * 4096) * 4, 63 * 37_684 * 4
     assert traffic(EPConfig(transport="rowwise"), HERO, Widths(512, 256)) == (2 * rows + told, 2 * rows + weights)
     assert one_sided_bytes(EPConfig(transport="rowwise"), HERO, Widths(512, 256)) == 2 * rows
+    # A shard of 6 of 384 experts is met by 0.955 of the rows of 8 choices that it is sent: not worth it.
+    assert HERO.crossing_share(6) == pytest.approx(0.955, abs=1e-3)
     # Half the rows can be accepted, and half of them travel.
     settings = EPConfig(transport="ragged", receiver_factor=0.5)
     assert traffic(settings, HERO, Widths(512, 256)).backward_bytes == rows
+
+
+def test_rows_that_cross_once_per_peer():
+    """2 shards of 2 experts and 2 choices: of 6 pairs of experts one lies here, one there and four on both."""
+    shape = LayerShape(num_shards=2, num_experts=4, experts_per_token=2, tokens=600)
+    widths = Widths(256, 64)
+    # 1,200 assignments, 600 of them to the other shard; 5 of 6 tokens go there, 100 of them with both choices.
+    assert shape.crossing_share(2) == pytest.approx(500 / 600)
+    assert one_sided_bytes(EPConfig(transport="rowwise"), shape, widths) == 2 * 600 * 512  # saves too little
+    # 3 choices always meet both shards: 600 rows instead of 900. A wave of one expert has no two choices to join.
+    shape = LayerShape(num_shards=2, num_experts=4, experts_per_token=3, tokens=600)
+    assert one_sided_bytes(EPConfig(transport="rowwise"), shape, widths) == 2 * 600 * 512
+    assert one_sided_bytes(EPConfig(transport="rowwise", waves=2), shape, widths) == (900 + 600) * 512
 
 
 def test_premix_adds_its_exchanges():

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ep_jax_kernels.rowwise.get import GetLaunch
-from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, Movements, collect, dispatch, dispatch_weights, route_map
+from ep_jax_kernels.rowwise.op import FANS, KERNELS, PLAIN, Movements, collect, dispatch, dispatch_weights, route_map
 from ep_jax_kernels.rowwise.put import PutLaunch
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -33,12 +33,9 @@ AXES = ("replica", "fsdp", "ep")
 ITERATIONS = 200
 # Rings that wrap often, grids smaller and larger than the GPU.
 SMALL = Movements(put=PutLaunch(blocks=7, slots=3, ahead=2), get=GetLaunch(blocks=5, groups=2, slots=5))
-LARGE = Movements(
-    put=PutLaunch(blocks=700, groups=2, slots=2, ahead=1, direct=True), get=GetLaunch(blocks=600, slots=4)
-)
-FAN_OUT = Movements(put=PutLaunch(groups=2, slots=16, ahead=8, fan_out=True))
-FANS = Movements(put=FAN_OUT.put, get=GetLaunch(blocks=64, groups=2, slots=9, fan_in=True))
-SMALL_FAN_OUT = Movements(put=PutLaunch(blocks=5, slots=3, ahead=2, direct=True, fan_out=True))
+LARGE = Movements(put=PutLaunch(blocks=700, groups=2, slots=2, ahead=1), get=GetLaunch(blocks=600, slots=4))
+FAN_OUT = Movements(put=FANS.put)
+SMALL_FAN_OUT = Movements(put=PutLaunch(blocks=5, slots=3, ahead=2, fan_out=True))
 
 
 def make_mesh(fsdp, ep):

@@ -107,7 +107,7 @@ def interpret(body, out, shards, blocks, groups, slots, *operands):
     return result
 
 
-def interpret_put(rows_STH, maps, num_rows, blocks, groups, slots, ahead, direct=False):
+def interpret_put(rows_STH, maps, num_rows, blocks, groups, slots, ahead):
     """[S,N,H]; maps are places [S,T,K] and, with fan-out, copies [S,N]."""
     (shards, tokens, width), choices = rows_STH.shape, maps[0].shape[2]
 
@@ -123,7 +123,6 @@ def interpret_put(rows_STH, maps, num_rows, blocks, groups, slots, ahead, direct
             choices=choices,
             num_rows=num_rows,
             ahead=ahead,
-            direct=direct,
         )
 
     flat = [array.reshape(shards, -1) for array in maps]
@@ -197,28 +196,28 @@ def mesh_of(shards):
 
 
 @pytest.mark.parametrize(
-    ("shards", "tokens", "choices", "blocks", "groups", "slots", "ahead", "none", "direct"),
+    ("shards", "tokens", "choices", "blocks", "groups", "slots", "ahead", "none"),
     [
-        (3, 11, 2, 2, 1, 3, 2, 0.0, False),
-        (2, 11, 2, 2, 2, 4, 1, 0.3, False),
-        (3, 9, 2, 2, 2, 3, 2, 0.1, True),
-        (2, 5, 3, 8, 1, 2, 2, 0.2, True),
-        (4, 6, 1, 1, 1, 1, 1, 0.0, False),
+        (3, 11, 2, 2, 1, 3, 2, 0.0),
+        (2, 11, 2, 2, 2, 4, 1, 0.3),
+        (3, 9, 2, 2, 2, 3, 2, 0.1),
+        (2, 5, 3, 8, 1, 2, 2, 0.2),
+        (4, 6, 1, 1, 1, 1, 1, 0.0),
     ],
 )
-def test_put_kernel(shards, tokens, choices, blocks, groups, slots, ahead, none, direct):
+def test_put_kernel(shards, tokens, choices, blocks, groups, slots, ahead, none):
     """Uneven shares, blocks without tokens, rings that wrap; only rows with a place are written."""
     rng, num_rows = np.random.default_rng(tokens), tokens * choices + 2
     places, rows = places_of(rng, shards, tokens, choices, num_rows, none), bfloat16(rng, shards, tokens, H)
-    found = interpret_put(rows, [places], num_rows, blocks, groups, slots, ahead, direct)
+    found = interpret_put(rows, [places], num_rows, blocks, groups, slots, ahead)
     np.testing.assert_array_equal(found, put_by_loops(rows, places, num_rows))
 
 
 @pytest.mark.parametrize(
-    ("shards", "blocks", "groups", "slots", "ahead", "direct"),
-    [(2, 2, 2, 3, 2, False), (2, 1, 1, 4, 2, True), (4, 2, 1, 2, 1, False), (8, 1, 1, 3, 2, False)],
+    ("shards", "blocks", "groups", "slots", "ahead"),
+    [(2, 2, 2, 3, 2), (2, 1, 1, 4, 2), (4, 2, 1, 2, 1), (8, 1, 1, 3, 2)],
 )
-def test_put_with_fan_out(shards, blocks, groups, slots, ahead, direct):
+def test_put_with_fan_out(shards, blocks, groups, slots, ahead):
     """The same rows in the same places: each crosses to a peer once, and the peer copies it, after all have come."""
     tokens, choices, num_rows = 5, 6, 36
     rng = np.random.default_rng(shards)
@@ -226,7 +225,7 @@ def test_put_with_fan_out(shards, blocks, groups, slots, ahead, direct):
     send, copies = make_maps(fan_out_maps, places, num_rows)
     send, copies = send.reshape(places.shape), copies.reshape(shards, num_rows)
     assert (copies >= 0).any()
-    found = interpret_put(rows, [send, copies], num_rows, blocks, groups, slots, ahead, direct)
+    found = interpret_put(rows, [send, copies], num_rows, blocks, groups, slots, ahead)
     np.testing.assert_array_equal(found, put_by_loops(rows, places, num_rows))
 
 
@@ -402,7 +401,7 @@ def test_lowers_for_cuda(ep):
 @pytest.mark.parametrize("ep", [1, 2])
 def test_no_launch_asks_for_nvshmem(ep):
     """XLA has none; what a kernel needs of its peers comes with the call, and alone it needs nothing."""
-    text = lowered(ep, Movements(put=PutLaunch(direct=True, fan_out=True), get=GetLaunch(fan_in=True)))
+    text = lowered(ep, op.FANS)
     assert "nvshmem" not in text
     assert text.count("uses_xla_collective_metadata = true") == (0 if ep == 1 else 4)
 

@@ -7,6 +7,7 @@ Outputs and the gradients of rows and combine weights are checked for some token
 experts in whole: the most chosen one, and the last one, behind which the unused tail of a buffer lies.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from jax import lax
 from ep_jax.ep.drops import KEPT
 
 CHECKED_TOKENS = 32
+# These run once a variant; to choose their fastest kernels would take longer.
+UNTUNED = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 # By the dtype of the rows, or by `ep.payload` where that is narrower: e4m3 alone costs about 4 %.
 TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5, "float8_e4m3": 8e-2}
 
@@ -62,7 +65,7 @@ def relative_error(got: Any, want: Any) -> float:
     return float(difference / size) if size else float("inf") if difference else 0.0
 
 
-@jax.jit
+@UNTUNED
 def _norms(got, want):
     got, want = got.astype(jnp.float32), jnp.asarray(want)
     return jnp.linalg.norm((got - want).reshape(-1)), jnp.linalg.norm(want.reshape(-1))
@@ -76,14 +79,14 @@ def _expert_gradients(problem: Any, ids_TK: np.ndarray, kept_TK: np.ndarray, exp
     return _expert_reference(rows_nH, weight_n, d_out_nH, problem.w_in_EH2F[expert], problem.w_out_EFH[expert])
 
 
-@jax.jit
+@UNTUNED
 def _expert_reference(rows_nH, weight_n, d_out_nH, w_in_H2F, w_out_FH):
     rows_nH, d_out_nH, w_in, w_out = (x.astype(jnp.float32) for x in (rows_nH, d_out_nH, w_in_H2F, w_out_FH))
     _, pull = jax.vjp(lambda w_in, w_out: _expert(rows_nH, w_in, w_out), w_in, w_out)
     return pull(weight_n[:, None] * d_out_nH)
 
 
-@jax.jit
+@UNTUNED
 def _token_reference(rows_tH, weights_tK, d_out_tH, ids_tK, kept_tK, w_in_EH2F, w_out_EFH):
     """Outputs, row gradients and weight gradients of t tokens in float32, one expert after the other."""
 
