@@ -17,6 +17,7 @@ from ep_jax.compilation import CompileWatch
 from ep_jax.config import to_toml, write_config
 from ep_jax.data.batches import BatchStream
 from ep_jax.evaluation import Evaluation, Evaluator
+from ep_jax.headroom import headroom
 from ep_jax.launch import Runtime
 from ep_jax.metrics import DelayedMetrics, short_time
 from ep_jax.profiling import Profiler, device_description
@@ -104,7 +105,8 @@ class Loop:
         """Launches a step and reports the one before; the first step is waited for, and opens the run folder."""
         waits = f", waiting for step {step - 1}," if self.report.is_open else ""
         self.watchdog.enter(f"step {step}{waits}", limited=self.report.is_open)  # the first one compiles
-        self.state, metrics = self.train_step(self.state, batch)
+        with contextlib.nullcontext() if self.report.is_open else headroom(self.runtime.mesh):
+            self.state, metrics = self.train_step(self.state, batch)
         routes, metrics = metrics.routes, metrics._replace(routes=None)
         finished = self.delayed.push(step, metrics)
         if not self.report.is_open:

@@ -64,6 +64,7 @@ def run(runtime: Runtime, watch: Any, *, steps: int, warmup: int, profile: int) 
 
     from ep_jax.data import open_dataset
     from ep_jax.data.batches import BatchStream
+    from ep_jax.headroom import headroom
     from ep_jax.state import init_state
     from ep_jax.step import make_train_step
     from tools.bench.layer import memory_of
@@ -80,7 +81,8 @@ def run(runtime: Runtime, watch: Any, *, steps: int, warmup: int, profile: int) 
         before_step_s = watch.seconds
         compiled, compilations = compile_step(make_train_step(config, mesh), state, batch)
         began = time.perf_counter()
-        state, metrics = compiled(state, batch)
+        with headroom(mesh):
+            state, metrics = compiled(state, batch)
         jax.block_until_ready(metrics)
         startup = {
             "before_compiling_s": round(before_step_s, 2),
