@@ -4,6 +4,7 @@ Scripts and schedulers may rely on the numbers; 1 is left to Python for an unexp
 This file does no logging and knows nothing of JAX.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -17,6 +18,7 @@ CHECKPOINT_FAILED = 4  # a checkpoint could not be written; the run stopped inst
 INTERRUPTED = 5  # SIGTERM: the last completed step was saved; the same command resumes there
 NO_RENDEZVOUS = 6  # the other processes of the run did not come in time (distributed.py)
 MEMBERS_FAILED = 7  # a sweep went through, but some of its members failed, were refused or are not finished
+READER_GONE = 141  # nobody reads the output any more (`| head`); what shells make of SIGPIPE
 HUNG = 8  # a step, an evaluation or a save took longer than train.hang_timeout_s; stderr names it and has all stacks
 
 
@@ -27,6 +29,10 @@ def run_main(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | 
     """
     try:
         code = main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        code = READER_GONE
     except ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
         code = REFUSED

@@ -171,6 +171,21 @@ def test_run_main_exits_with_the_code_of_the_command(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
+    code = "from ep_jax.exits import run_main; run_main(lambda argv: print('line\\n' * 100_000), [])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout.readline() == b"line\n"
+    process.stdout.close()
+    assert process.wait(60) == exits.READER_GONE
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
 ENTRY = """
 import jax
 from ep_jax.cli import parse_args
