@@ -4,7 +4,8 @@ XLA gives device memory out from one end of one range (jaxlib 0.11 keeps the oth
 first. What a program's collectives keep after its first execution then lies right above the large temporary buffer of
 that execution, so that later ones must fit into the hole below it, to the byte, together with the next batch and the
 last metrics. On 2 H200 a step of 87 GiB ended so in its second execution, out of memory, with 110 of 126 GiB free
-(experiments/LOG.md, "Two GPUs"). Memory that is held during the first execution alone leaves the hole larger.
+(experiments/LOG.md, "Two GPUs"). Memory that is held during the first execution alone leaves the hole larger. So it
+follows from the allocator's sources; no run has shown it yet.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ def is_needed(mesh: Mesh) -> bool:
 
 @contextlib.contextmanager
 def headroom(mesh: Mesh) -> Iterator[None]:
-    """Around the launch of a program's first execution: holds HEADROOM_BYTES of every device until it is launched."""
+    """Around a program's first execution, waited for inside: holds HEADROOM_BYTES of every device meanwhile."""
     if not is_needed(mesh):
         yield
         return

@@ -60,9 +60,7 @@ def start(config: RunConfig) -> Runtime:
         check_run(config)  # before a backend starts
         if given is None:
             notes.append(f"devices: {per_process} virtual CPU devices made for the mesh {mesh_config.shape_text()}")
-    on_gpu = "gpu_ragged" if config.ep.transport == "ragged" else "gpu_scan" if config.model.scan else "gpu"
-    preset = "cpu" if platform == "cpu" else on_gpu
-    flags = xla_flags.prepare(preset, per_process, profiling=bool(config.profile.steps))
+    flags = xla_flags.prepare(preset_of(config, platform), per_process, profiling=bool(config.profile.steps))
     launch = distributed.initialize(launch)
 
     import jax
@@ -79,12 +77,26 @@ def start(config: RunConfig) -> Runtime:
 
     mesh_config = resolve(config.mesh, jax.device_count())
     model = config.model
-    settings, note = definite(config.ep, mesh_config.ep, jax.devices(), model.latent_dim, model.compute_dtype)
+    settings, note = definite(
+        config.ep,
+        mesh_config.ep,
+        jax.devices(),
+        model.latent_dim,
+        model.compute_dtype,
+        config.router.experts_per_token,
+    )
     notes += [note] if note else []
     config = dataclasses.replace(config, mesh=mesh_config, ep=settings)
     notes += unused_settings(config)
     check_run(config)
     return Runtime(config, make_mesh(config.mesh), launch, flags, tuple(notes))
+
+
+def preset_of(config: RunConfig, platform: str) -> str:
+    """The name of the XLA flags of a run."""
+    if platform == "cpu":
+        return "cpu"
+    return "gpu_ragged" if config.ep.transport == "ragged" else "gpu_scan" if config.model.scan else "gpu"
 
 
 def unused_settings(config: RunConfig) -> list[str]:

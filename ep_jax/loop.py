@@ -105,8 +105,11 @@ class Loop:
         """Launches a step and reports the one before; the first step is waited for, and opens the run folder."""
         waits = f", waiting for step {step - 1}," if self.report.is_open else ""
         self.watchdog.enter(f"step {step}{waits}", limited=self.report.is_open)  # the first one compiles
-        with contextlib.nullcontext() if self.report.is_open else headroom(self.runtime.mesh):
+        if self.report.is_open:
             self.state, metrics = self.train_step(self.state, batch)
+        else:
+            with headroom(self.runtime.mesh):
+                self.state, metrics = jax.block_until_ready(self.train_step(self.state, batch))
         routes, metrics = metrics.routes, metrics._replace(routes=None)
         finished = self.delayed.push(step, metrics)
         if not self.report.is_open:

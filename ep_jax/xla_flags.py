@@ -57,9 +57,9 @@ PRESETS = (
         jax="0.11",
         flags=(
             "--xla_gpu_enable_latency_hiding_scheduler=true",
-            # Overlap across the turns of a loop over layers. Each flag takes turns out of every loop that has such a
-            # collective: unrolled layers, whose one loop is over parts of the batch, would be compiled twice (on 2 H200
-            # 150 s instead of 40) and overlap within a turn anyway.
+            # Overlap across the turns of a loop over layers. Each flag takes a turn out of a loop that has such a
+            # collective. Unrolled layers, whose one loop is over parts of the batch, would stand twice in the program
+            # (experiments/LOG.md, "compiled twice") and overlap within a turn anyway.
             "--xla_gpu_enable_pipelined_all_gather=true",
             "--xla_gpu_enable_pipelined_reduce_scatter=true",
             "--xla_gpu_enable_pipelined_all_reduce=true",

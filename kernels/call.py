@@ -1,4 +1,6 @@
-"""The one place that calls jax-triton: 0.3.1 with triton 3.6, the pair that works on the tested GPU machines.
+"""How kernels are called.
+
+The one place that calls jax-triton: 0.3.1 with triton 3.6, the pair that works on the tested GPU machines.
 
 All sizes are given to kernels as constants, so a kernel is compiled for its shapes, as XLA programs are.
 """
@@ -37,6 +39,15 @@ def triton_call(
     )
     axes = _axes_of(arrays)
     return jax.tree.map(lambda array: _vary(array, axes), out)
+
+
+MULTIPROCESSORS = 132  # of an H100 or H200, for lowering without one
+
+
+def multiprocessors() -> int:
+    """Of the GPU here."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else MULTIPROCESSORS
 
 
 @functools.cache

@@ -14,3 +14,17 @@ def test_a_gpu_that_jax_does_not_find_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="^devices: JAX should have found a gpu and runs on the CPU") as error:
         launch.start(tiny_config())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "scan", "transport", "preset"),
+    [
+        ("cpu", "true", "ragged", "cpu"),
+        ("gpu", "true", "pooled_wave", "gpu_scan"),
+        ("gpu", "false", "pooled_wave", "gpu"),
+        ("gpu", "true", "ragged", "gpu_ragged"),
+    ],
+)
+def test_loops_are_pipelined_only_where_layers_are_one(platform, scan, transport, preset):
+    config = tiny_config(model__scan=scan, ep__transport=transport)
+    assert launch.preset_of(config, platform) == preset

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     config = place(given, hardware)
     plan = make_plan(config, hardware)
     if given.ep.transport != config.ep.transport:
-        print(f"ep.transport = {given.ep.transport}: planned as {config.ep.transport}; rowwise moves the same rows")
+        print(f"ep.transport = {given.ep.transport}: planned as {config.ep.transport}")
     if trace := arguments.options.get("trace"):
         from ep_jax.planning.expected import expected_drops  # starts JAX; a plan without a trace does not
 

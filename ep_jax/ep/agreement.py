@@ -11,7 +11,8 @@ import jax.numpy as jnp
 def fill(demand_N: jax.Array, pool: jax.Array) -> jax.Array:
     """Shares `pool` rows over the last axis: everybody up to the largest level that fits, the rest one each by index.
 
-    demand_N int32 [..., N], pool int32 [...]. Returns int32 [..., N] with sum min(sum(demand_N), pool).
+    demand_N int32 [..., N], pool int32 [...]. Returns int32 [..., N] with sum min(sum(demand_N), pool). Compares all
+    pairs of the last axis, which a backend that does not fuse keeps in memory.
     """
     # Below a demand that fits as a level for all, nobody's share grows any more; the others divide what is left evenly.
     # All demands are tried at once: a search in rounds would be that many launches before any row can move.

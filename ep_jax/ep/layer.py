@@ -207,7 +207,7 @@ def routed_experts(
     if "ep" not in mesh.axis_names:
         raise ConfigError(f"mesh axes {mesh.axis_names}: an axis named ep is needed")
     devices = list(mesh.devices.flat)
-    settings, _ = definite(settings, mesh.shape["ep"], devices, rows_TH.shape[1], rows_TH.dtype)
+    settings, _ = definite(settings, mesh.shape["ep"], devices, rows_TH.shape[1], rows_TH.dtype, expert_ids_TK.shape[1])
     _check_call(
         rows_TH, expert_ids_TK, combine_weights_TK, valid_T, w_gate_up_EH2F, w_down_EFH, sequence_length, mesh, settings
     )

@@ -26,26 +26,26 @@ from ep_jax.ep.rows import move_rows
 from ep_jax.ep.settings import EPConfig
 from ep_jax.mesh import gather_shards
 
-# A copy inside a GPU takes a sixth of the link's time for the same row, and sums on both sides a pass over all rows.
+# Copying a row inside a GPU takes about a third of the link's time for it on H200, and all GPUs meet once more.
 MOST_CROSSING = 0.8
 
 
-def once_per_peer(shape: LayerShape) -> bool:
-    """Whether a token's row crosses to a peer once, to be copied there, and results are summed there before they cross.
+def once_per_peer(shape: LayerShape, experts: int) -> bool:
+    """Whether a token's row crosses once to a peer, to be copied there, and results are summed there before they cross.
 
-    On 2 H200 dispatch, combine and their gradients then take 1.47 instead of 2.33 ms at bench shape A, 1.00 instead of
-    2.32 at B and 2.53 instead of 6.17 at C, which have a crossing share of 0.48, 0.25 and 0.25
-    (`benchmarks/rowwise_fans_h200x2_20261130.json`).
+    experts: those of a shard that one movement serves. On 2 H200 dispatch, combine and their gradients take 1.47
+    instead of 2.33 ms at bench shape A, 1.00 instead of 2.32 at B and 2.53 instead of 6.17 at C, which have a crossing
+    share of 0.48, 0.25 and 0.25 (`benchmarks/rowwise_fans_h200x2_20261130.json`).
     """
-    return shape.num_shards > 1 and shape.crossing_share(shape.local_experts) <= MOST_CROSSING
+    return shape.num_shards > 1 and shape.crossing_share(experts) <= MOST_CROSSING
 
 
 def crossing_shares(settings: EPConfig, shape: LayerShape) -> tuple[float, float]:
     """Rows that cross to peers over routed rows, of dispatch and of combine, as expected of uniform choices."""
-    if not once_per_peer(shape):
-        return 1.0, 1.0
     # A wave's dispatch knows nothing of the others; one combine sums the results of all waves.
-    return shape.crossing_share(Receivers(settings, shape).group), shape.crossing_share(shape.local_experts)
+    served = Receivers(settings, shape).group, shape.local_experts
+    there, back = (shape.crossing_share(experts) if once_per_peer(shape, experts) else 1.0 for experts in served)
+    return there, back
 
 
 class RowwisePlan(NamedTuple):

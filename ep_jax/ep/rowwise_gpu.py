@@ -7,8 +7,9 @@ The GPUs of a layer wait for each other as rarely as the protocol allows. One al
 tell: its counts, its assignments and their weights. From it every shard knows everybody's kept rows, hence which row
 of its own buffer has which weight, before rows move. Experts weight their results inside SwiGLU, where the rows are
 anyway; combine is then a plain sum and its gradient a plain dispatch (`ep_jax_kernels.rowwise.op`). So a layer of one
-wave has one all-gather and two kernels forward (PUT, GET), two kernels and one all-gather (of the weights' gradients)
-backward; each kernel begins and ends with a barrier. Every further wave adds a PUT forward and a GET backward.
+wave has one all-gather and two movements forward (PUT, GET), two movements and one all-gather (of the weights'
+gradients) backward; each movement begins and ends with a barrier. Every further wave adds a PUT forward and a GET
+backward. Where rows cross to a peer once (rowwise.once_per_peer), a GET has a kernel before it that sums at home.
 
 Rows past the received ones are unwritten memory, which RaggedRows allows. With several waves the results are copied
 into one buffer before the sum.
@@ -20,7 +21,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ep_jax_kernels.rowwise.op import FANS, KERNELS, Movements, RouteMap, collect, dispatch, dispatch_weights, route_map
+from ep_jax_kernels.rowwise.op import (
+    FANS,
+    KERNELS,
+    Movements,
+    RouteMap,
+    collect,
+    delayed,
+    dispatch,
+    dispatch_weights,
+    route_map,
+)
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -86,9 +97,9 @@ class RowwiseGPU(RowwiseBase):
 
     launches: Movements | None = None
 
-    @property
-    def how(self) -> Movements:
-        return self.launches or (FANS if once_per_peer(self.shape) else KERNELS)
+    def how(self, experts: int) -> Movements:
+        """The launches of movements that serve so many experts of a shard."""
+        return self.launches or (FANS if once_per_peer(self.shape, experts) else KERNELS)
 
     @property
     def receivers(self) -> WholeReceivers:
@@ -105,18 +116,18 @@ class RowwiseGPU(RowwiseBase):
         )
         place_STK = jnp.where(row_STK < 0, -1, (destination * self.waves + wave) * receivers.rows(0) + row_STK)
         place_TK, rows = place_STK[me], receivers.rows(0)
-        whole = route_map(place_TK, place_STK, self.waves * rows, self.how)
 
         def of_wave(wave: int) -> RouteMap:
             here_STK = (place_STK >= 0) & (place_STK // rows % self.waves == wave)
             row_STK = jnp.where(here_STK, place_STK // (self.waves * rows) * rows + place_STK % rows, -1)
-            return route_map(row_STK[me], row_STK, rows, self.how)
+            return route_map(row_STK[me], row_STK, rows, self.how(receivers.group))
 
-        waves = (whole,) if self.waves == 1 else tuple(of_wave(wave) for wave in range(self.waves))
+        for_all = self.how(self.shape.local_experts)
+        whole = route_map(place_TK, place_STK, self.waves * rows, for_all)
+        waves = () if self.waves == 1 else tuple(of_wave(wave) for wave in range(self.waves))
         sizes = arriving(kept_SDe, me, receivers)
-        place_TK, place_STK, whole, waves, sizes = checkpoint_name(
-            (place_TK, place_STK, whole, waves, sizes), "route_plan"
-        )
+        place_STK, whole, waves, sizes = checkpoint_name((place_STK, whole, waves, sizes), "route_plan")
+        place_TK, waves = whole.place_TK, waves or (whole,)
 
         def settled(weights_TK: jax.Array, valid_T: jax.Array, place_TK: jax.Array) -> jax.Array:
             """A shard's weights as its tokens' sums will use them."""
@@ -127,14 +138,15 @@ class RowwiseGPU(RowwiseBase):
 
         weights_TK = settled(routes.weights_TK, routes.valid_T, place_TK)
         weights_STK = jax.vmap(settled)(told.weights_STK, told.ids_STK[..., 0] >= 0, place_STK)
-        weights_WN = dispatch_weights(weights_TK, weights_STK, place_TK, place_STK, self.waves * rows, self.how.axis)
+        weights_WN = dispatch_weights(weights_TK, weights_STK, place_TK, place_STK, self.waves * rows, for_all.axis)
         weights_WN = checkpoint_name(weights_WN, "route_plan")
         return OneSidedPlan(place_TK, whole, waves, routes.valid_ids_TK >= 0, sizes, weights_WN)
 
     def dispatch(self, rows_TH: jax.Array, plan: OneSidedPlan, wave: int, after: jax.Array | int) -> tuple:
         """Every shard's rows of wave `wave` in this shard's buffer: (RaggedRows, None)."""
-        rows, places = self.receivers.rows(0), jax.tree.map(lambda places: places + after, plan.waves[wave])
-        put = checkpoint_name(dispatch(rows_TH, places, rows, self.how), "dispatched_rows")
+        rows, places = self.receivers.rows(0), delayed(plan.waves[wave], after)
+        how = self.how(self.receivers.group)
+        put = checkpoint_name(dispatch(rows_TH, places, rows, how), "dispatched_rows")
         weights_N = plan.weights_WN[wave * rows : (wave + 1) * rows]
         return RaggedRows(put, plan.sizes_We[wave], weights_N), None
 
@@ -149,4 +161,6 @@ class RowwiseGPU(RowwiseBase):
         del weights_TK, accepted_TK
         # A shard's waves lie behind each other in its own buffer, as places count them.
         results = [wave.rows_QH for wave in returned]
-        return collect(results[0] if self.waves == 1 else jnp.concatenate(results), plan.whole, self.how)
+        return collect(
+            results[0] if self.waves == 1 else jnp.concatenate(results), plan.whole, self.how(self.shape.local_experts)
+        )

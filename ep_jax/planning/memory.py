@@ -56,6 +56,7 @@ from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.payload import float8_header_rows, header_rows
 from ep_jax.ep.pooled_wave import PooledWave
 from ep_jax.ep.ragged import Ragged
+from ep_jax.ep.rowwise import once_per_peer
 from ep_jax.ep.settings import EPConfig
 from ep_jax.model.attention import QUERY_BLOCK
 from ep_jax.model.config import ModelConfig
@@ -291,6 +292,9 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
     if sizes.config.ep.transport == "dense":  # of the experts' inputs and results
         exchanged = 2 * rows.experts * row_bytes if policy == "products" else 0
     plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
+    if sizes.config.ep.transport == "rowwise" and once_per_peer(sizes.shape, sizes.shape.local_experts):
+        peers = sizes.shape.num_shards - 1  # the maps of rows that cross once: what to send, copy, sum here and add up
+        plan += sizes.shape.assignments * (2 + peers) + sizes.tokens * peers + rows.waves * rows.received
     kept = rows.waves * exchanged + plan * INT32
     return kept + (_products(sizes, rows) if policy == "products" else 0)
 

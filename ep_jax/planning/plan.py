@@ -30,6 +30,9 @@ from ep_jax.planning.sizes import FLOAT32, Sizes
 OUT_OF_SCOPE = "drops, without a trace: they follow from routing, not from sizes; --trace gives recorded routing"
 
 
+MOST_ONE_SIDED = 8  # GPUs of a mesh, as in kernels/rowwise/exchange.py, which a planner does not import
+
+
 def place(config: RunConfig, hardware: Hardware) -> RunConfig:
     """The configuration with its mesh resolved on the hardware. Raises ConfigError where it cannot stand there."""
     mesh = resolve(config.mesh, hardware.num_devices if -1 in config.mesh.shape else None)
@@ -43,12 +46,19 @@ def place(config: RunConfig, hardware: Hardware) -> RunConfig:
         raise ConfigError(
             f"mesh.ep = {mesh.ep}: must divide the {hardware.devices_per_domain} GPUs of an NVLink domain"
         )
-    if config.ep.transport == "auto":  # rowwise, where it can run, moves the rows that pooled_wave moves
+    if config.ep.transport == "auto":
         alone = holds_all(config.ep, mesh.ep) and by_kernels(config)
-        settings = dropless(config.ep) if alone else dataclasses.replace(config.ep, transport="pooled_wave")
+        transport = "rowwise" if one_sided(config) else "pooled_wave"
+        settings = dropless(config.ep) if alone else dataclasses.replace(config.ep, transport=transport)
         config = dataclasses.replace(config, ep=settings)
     check_run(config)
     return config
+
+
+def one_sided(config: RunConfig) -> bool:
+    """Whether `auto` would take rowwise on these GPUs in one process (`ep.choice.why_not_one_sided`)."""
+    whole_rows = config.model.latent_dim % 256 == 0
+    return by_kernels(config) and not config.ep.emulates and config.mesh.size <= MOST_ONE_SIDED and whole_rows
 
 
 def make_plan(config: RunConfig, hardware: Hardware) -> dict[str, Any]:

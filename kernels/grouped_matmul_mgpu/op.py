@@ -17,7 +17,6 @@ from ..grouped_matmul.tiles import Groups
 from .kernel import STORE_COLUMNS, STORE_SLOTS, Launch, grouped_kernel, scratch
 from .plan import ALIGNED_ROWS, CLUSTER, MULTIPLIERS, plan_tiles
 
-MULTIPROCESSORS = 132  # of an H100 or H200, for lowering without one
 CANDIDATES = (Launch(), Launch(group=8), Launch(group=32), Launch(group=4), Launch(group=64))  # the first: default
 
 
@@ -61,13 +60,11 @@ def _make_kernel(out_type, launch, transposed, blocks):
 def multiprocessors() -> int:
     """Of the GPU here. NotImplementedError where it is no Hopper."""
     device = jax.devices()[0]
-    if device.platform != "gpu":
-        return MULTIPROCESSORS
-    if device.compute_capability != "9.0":
+    if device.platform == "gpu" and device.compute_capability != "9.0":
         raise NotImplementedError(
             f"{device.device_kind} of compute capability {device.compute_capability}: must be 9.0"
         )
-    return device.core_count
+    return call.multiprocessors()
 
 
 def check(

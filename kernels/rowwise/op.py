@@ -4,10 +4,12 @@ Letters: S shards, T tokens of a shard, K choices, N rows of a shard's buffer, H
 
 | movement | here | rows over the link per GPU |
 | --- | --- | --- |
-| dispatch | PUT: a token's row, read once, to its K places | each routed row once |
-| dispatch backward | GET: float32 sum over k of the places' gradients | once |
-| collect | GET: float32 sum over k of the places' results, cast once | once |
-| collect backward | PUT of the output's gradient as it is | once |
+| dispatch | PUT: a token's row, read once, to its K places | each routed row, with fan-out once per peer |
+| dispatch backward | GET: float32 sum over k of the places' gradients | the same, with fan-in |
+| collect | GET: float32 sum over k of the places' results, cast once | the same, with fan-in |
+| collect backward | PUT of the output's gradient as it is | the same, with fan-out |
+
+With fan-in the sum is of own rows, then of the peers' sums, each of which is cast once before it crosses.
 
 `collect` is the weighted combine of a layer whose experts multiply by the row's weight: weight * W h = W (weight * h),
 and their SwiGLU touches h anyway. The backward pass then needs no second look at the results either: a weight's
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import reference
-from .exchange import SHARED_BYTES
+from .exchange import SHARED_BYTES, slots_that_fit
 from .get import FanIn, GetLaunch, fan_in_maps, get_sum
 from .put import FanOut, PutLaunch, fan_out_maps, put_rows
 
@@ -67,6 +69,13 @@ def route_map(place_TK: jax.Array, place_STK: jax.Array, num_rows: int, how: Mov
     )
 
 
+def delayed(places: RouteMap, after: jax.Array | int) -> RouteMap:
+    """The same map, so that a PUT waits for `after`, a zero: what it reads first depends on it."""
+    if places.fan_out is None:
+        return places._replace(place_TK=places.place_TK + after)
+    return places._replace(fan_out=places.fan_out._replace(send_TK=places.fan_out.send_TK + after))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dispatch(rows_TH: jax.Array, places: RouteMap, num_rows: int, how: Movements = KERNELS) -> jax.Array:
     """This shard's buffer [N,H] with every shard's rows at their places; differentiable in rows_TH.
@@ -77,7 +86,7 @@ def dispatch(rows_TH: jax.Array, places: RouteMap, num_rows: int, how: Movements
 
 
 def _dispatch_forward(rows_TH, places, num_rows, how):
-    return put(rows_TH, places, num_rows, how), places
+    return put(rows_TH, places, num_rows, how), places._replace(fan_out=None)
 
 
 def _dispatch_backward(num_rows, how, places, d_rows_NH):
@@ -89,7 +98,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def collect(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> jax.Array:
-    """[T,H]: float32 sum over k ascending of the rows at place_TK[t,k], cast once; the adjoint of `dispatch`.
+    """[T,H]: float32 sum of the rows at place_TK[t,k], in the order above; the adjoint of `dispatch`.
 
     Differentiable in rows_NH; gradients of rows without a place are unwritten. Raises as `dispatch`.
     """
@@ -97,7 +106,7 @@ def collect(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> j
 
 
 def _collect_forward(rows_NH, places, how):
-    return get(rows_NH, places, how), (places, rows_NH.shape[0])
+    return get(rows_NH, places, how), (places._replace(fan_in=None), rows_NH.shape[0])
 
 
 def _collect_backward(how, residuals, d_out_TH):
@@ -152,7 +161,7 @@ def get(rows_NH: jax.Array, places: RouteMap, how: Movements = KERNELS) -> jax.A
     _check(None, places.place_TK, rows_NH.shape[0], how)
     if how.get is None:
         return reference.get_sum(rows_NH, places.place_TK, how.axis)
-    check_rows(rows_NH)
+    check_rows(rows_NH, places.place_TK.shape[1])
     return get_sum(rows_NH, places.place_TK, places.fan_in, how.axis, how.get)
 
 
@@ -165,11 +174,13 @@ def _check(rows_TH: jax.Array | None, place_TK: jax.Array, num_rows: int, how: M
         raise ValueError(f"{places} rows on all shards of {how.axis}: fewer than 2**31 have an int32 place")
 
 
-def check_rows(rows: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises NotImplementedError for rows that the kernels cannot move."""
+def check_rows(rows: jax.Array | jax.ShapeDtypeStruct, choices: int = 1) -> None:
+    """Raises NotImplementedError for rows that the kernels cannot move, or not for so many choices of a token."""
     width, size = rows.shape[1], rows.dtype.itemsize
     if rows.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotImplementedError(f"rows of {rows.dtype}: the kernels move bfloat16, float16 and float32")
     if width % 256 or width * size > SHARED_BYTES // 4:
         most = SHARED_BYTES // 4 // size // 256 * 256
         raise NotImplementedError(f"rows of {width} {rows.dtype}: the kernels need a multiple of 256, at most {most}")
+    if choices > (most := slots_that_fit(choices, width * size)):
+        raise NotImplementedError(f"{choices} rows of {width * size} bytes: {most} of them fit into shared memory")

@@ -63,6 +63,47 @@ def test_equals_the_oracle(one_sided, case):
     assert (dropped > 0) == (settings.receiver_factor < 1)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{'x'.join(map(str, case[0]))}-{case[1].agreed}")
+def test_equals_the_oracle_with_rows_that_cross_once(monkeypatch, case):
+    """The plan's maps for fans, moved by plain JAX; rows that nobody puts and sums that nobody reads are NaN."""
+    used = set()
+
+    def put_rows(rows_TH, place_TK, fan_out, num_rows, axis, launch):
+        used.add("fan out")
+        sent_NH = reference.put_rows(rows_TH, fan_out.send_TK, num_rows, axis)
+        copied_NH = sent_NH[jnp.maximum(fan_out.copy_N, 0)]
+        put_NH = jnp.where((fan_out.copy_N >= 0)[:, None], copied_NH, sent_NH)
+        put_N = reference.source_of_rows(place_TK, num_rows, axis) >= 0
+        return jnp.where(put_N[:, None], put_NH, jnp.nan)
+
+    def get_sum(rows_NH, place_TK, fan_in, axis, launch):
+        used.add("fan in")
+        here_AK, choices = fan_in.partial_AK, place_TK.shape[1]
+        terms_AKH = jnp.where((here_AK >= 0)[..., None], rows_NH[jnp.maximum(here_AK, 0)], 0)
+        sums_AH = jnp.where((here_AK >= 0).any(axis=1)[:, None], terms_AKH.sum(axis=1), jnp.nan)
+        own_TH = reference.get_sum(rows_NH, fan_in.place_TJ[:, :choices], axis)
+        return own_TH + reference.get_sum(sums_AH, fan_in.place_TJ[:, choices:], axis)
+
+    monkeypatch.setattr(op, "put_rows", put_rows)
+    monkeypatch.setattr(op, "get_sum", get_sum)
+    monkeypatch.setattr(op, "check_rows", lambda *args: None)
+    monkeypatch.setitem(layer.TRANSPORTS, "rowwise", lambda *args: RowwiseGPU(*args, launches=op.FANS))
+    test_equals_the_oracle(None, case)
+    assert used == {"fan out", "fan in"}
+
+
+def test_movements_are_chosen_by_shape_and_by_wave():
+    """Fans where a token is likely to meet a peer again: two shards, or eight and many choices."""
+
+    def chosen(shards, experts, choices, waves=1):
+        transport = RowwiseGPU(EPConfig(transport="rowwise", waves=waves), LayerShape(shards, experts, choices, 64))
+        return transport.how(transport.receivers.group), transport.how(transport.shape.local_experts)
+
+    assert chosen(2, 16, 4) == chosen(8, 384, 8) == (op.FANS, op.FANS)
+    assert chosen(8, 16, 4) == chosen(1, 16, 4) == chosen(64, 384, 8) == (op.KERNELS, op.KERNELS)
+    assert chosen(2, 16, 4, waves=8) == (op.KERNELS, op.FANS)
+
+
 # --- how often the GPUs of a layer wait for each other ----------------------------------------------------------------
 
 SHAPE = LayerShape(num_shards=4, num_experts=20, experts_per_token=3, tokens=16)
@@ -187,7 +228,7 @@ def with_kernels(monkeypatch):
 
 
 def test_auto_is_rowwise_where_gpus_reach_each_other(with_kernels):
-    settings, note = choice.definite(EPConfig(transport="auto"), 8, [Device()] * 8, 3072, jnp.bfloat16)
+    settings, note = choice.definite(EPConfig(transport="auto"), 8, [Device()] * 8, 3072, jnp.bfloat16, 8)
     assert (settings.transport, note) == ("rowwise", "ep.transport = auto: rowwise")
 
 
@@ -202,28 +243,28 @@ def test_auto_is_rowwise_where_gpus_reach_each_other(with_kernels):
     ],
 )
 def test_auto_is_pooled_wave_where_something_lacks_and_says_what(with_kernels, settings, devices, width, reason):
-    found, note = choice.definite(EPConfig(transport="auto", **settings), 2, devices, width, jnp.bfloat16)
+    found, note = choice.definite(EPConfig(transport="auto", **settings), 2, devices, width, jnp.bfloat16, 8)
     assert found == EPConfig(transport="pooled_wave", **settings)
     assert note.startswith("ep.transport = auto: pooled_wave, as rowwise cannot run: ")
     assert reason in note
     if "emulated_shards" not in settings:
         with pytest.raises(ConfigError, match="ep.transport = 'rowwise': .*; allowed here are auto, pooled_wave"):
-            choice.definite(EPConfig(transport="rowwise", **settings), 2, devices, width, jnp.bfloat16)
+            choice.definite(EPConfig(transport="rowwise", **settings), 2, devices, width, jnp.bfloat16, 8)
 
 
 def test_auto_is_dense_where_nothing_travels_and_kernels_multiply(with_kernels):
     auto = EPConfig(transport="auto", waves=2, rescale=True)
-    settings, note = choice.definite(auto, 1, [Device()] * 8, 3072, jnp.bfloat16)
+    settings, note = choice.definite(auto, 1, [Device()] * 8, 3072, jnp.bfloat16, 8)
     assert settings == dropless(settings) == EPConfig(transport="dense", rescale=True)
     assert note.startswith("ep.transport = auto: dense")
     for other in (EPConfig(transport="auto", kernels="xla"), EPConfig(transport="auto", emulated_shards=8)):
-        settings, note = choice.definite(other, 1, [Device()], 3072, jnp.bfloat16)
+        settings, note = choice.definite(other, 1, [Device()], 3072, jnp.bfloat16, 8)
         assert settings.transport == "pooled_wave"
         assert note.startswith("ep.transport = auto: pooled_wave")
 
 
 def test_auto_on_a_cpu():
-    settings, note = choice.definite(EPConfig(transport="auto"), 8, jax.devices(), 3072, jnp.bfloat16)
+    settings, note = choice.definite(EPConfig(transport="auto"), 8, jax.devices(), 3072, jnp.bfloat16, 8)
     assert settings.transport == "pooled_wave"
     assert "for NVIDIA GPUs" in note
     rowwise = EPConfig(transport="rowwise")

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ep_jax_kernels.rowwise import op
+from ep_jax_kernels import call
+from ep_jax_kernels.rowwise import op, put
 from ep_jax_kernels.rowwise.exchange import check_devices
 from ep_jax_kernels.rowwise.get import GetLaunch, fan_in_maps, get_kernel
 from ep_jax_kernels.rowwise.op import KERNELS, PLAIN, Movements, RouteMap
@@ -431,6 +432,56 @@ def test_layers_share_their_kernels():
 
 def test_nothing_is_unrolled_over_peers():
     assert abs(len(lowered(2, KERNELS)) - len(lowered(64, KERNELS))) < 2000
+
+
+def test_long_rows_cross_without_fan_in():
+    """A token's rows and its peers' sums would not fit into shared memory together; rows alone do."""
+    mesh = AbstractMesh((8,), ("ep",), axis_types=(AxisType.Auto,))
+
+    def local(rows, places):
+        route = op.route_map(places, lax.all_gather(places, "ep"), len(rows), op.FANS)
+        return op.collect(rows, route, op.FANS)
+
+    spec = PartitionSpec("ep")
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    kernels = {}
+    for width in (3072, 8192):
+        arguments = jax.ShapeDtypeStruct((512, width), jnp.bfloat16), jax.ShapeDtypeStruct((64, 8), jnp.int32)
+        text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        kernels[width] = set(re.findall(r"rowwise_(\w+)_mosaic_gpu", text))
+    assert kernels == {3072: {"get", "sum"}, 8192: {"get"}}
+
+
+def test_blocks_that_wait_for_each_other_fit_on_the_gpu(monkeypatch):
+    """All blocks of a PUT with fan-out wait half-way, so there are fewer than multiprocessors."""
+    made = []
+    monkeypatch.setattr(put, "launch_kernel", lambda *args, **options: made.append(options["blocks"]))
+    for multiprocessors in (132, 78):
+        monkeypatch.setattr(call, "multiprocessors", lambda count=multiprocessors: count)
+        for fan_out in (put.FanOut(jnp.zeros((8, 2), jnp.int32), jnp.zeros(16, jnp.int32)), None):
+            rows, places = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((8, 2), jnp.int32)
+            jax.vmap(lambda _: put.put_rows(rows, places, fan_out, 16, "ep", op.FANS.put), axis_name="ep")(jnp.zeros(2))  # noqa: B023
+    assert made == [96, 96, 42, 96]
+
+
+def test_the_backward_pass_keeps_only_the_maps_it_reads():
+    mesh, choices = mesh_of(4), 3
+
+    def local(rows, places):
+        route = op.route_map(places, lax.all_gather(places, "ep"), 64, op.FANS)
+        _, pull = jax.vjp(lambda rows: op.dispatch(rows, route, 64, PLAIN), rows)
+        _, pull_sum = jax.vjp(lambda rows: op.collect(rows, route, PLAIN), jnp.zeros((64, 256), rows.dtype))
+        kept.extend([sorted({leaf.size for leaf in jax.tree.leaves(one)}) for one in (pull, pull_sum)])
+        return rows
+
+    kept: list[list[int]] = []
+    spec = PartitionSpec("ep")
+    arguments = jax.ShapeDtypeStruct((32, 256), jnp.bfloat16), jax.ShapeDtypeStruct((32, choices), jnp.int32)
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)).trace(*arguments)
+    tokens, peers = 32 // 4, 3
+    places = tokens * choices
+    assert kept[0] == sorted({places, peers * places, tokens * (choices + peers)})
+    assert kept[1] == sorted({places, 64})
 
 
 def test_fans_lower_for_cuda():

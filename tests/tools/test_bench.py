@@ -220,6 +220,11 @@ def test_the_limit_counts_accepted_rows_of_the_most_loaded_device(problem, resul
     expected = 1e3 * (3 * flops / 1e9 + 4 * moved / 1e6)
     work = layer.work_of(result, problem, backward=True)
     np.testing.assert_allclose(layer.limit_ms(work, RATES, backward=True), expected, rtol=1e-9)
+    met = {(token, ids[token, choice] // 8) for token, choice in np.argwhere(fates == 0)}
+    once = [sum(token // TOY.tokens == source != peer for token, peer in met) for source in (0, 1)]
+    assert max(once) < max(off)
+    found = layer.work_of(result, problem, backward=False, once_per_peer=True)
+    assert found.off_device_bytes == 2 * max(once) * TOY.width * 4
     assert work.rates(1e-4) == {  # one ten-thousandth of a millisecond
         "tflops": round(3 * flops / 1e-7 / 1e12, 1),
         "off_device_gb_per_s": round(4 * moved / 1e-7 / 1e9, 1),

@@ -1,5 +1,6 @@
 """The planner against published figures, the model's own shapes, compiled programs, and the hero's lowered step."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -341,7 +342,22 @@ def test_every_transport_plans_on_every_hardware(name, transport, capsys):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     assert load_hardware(name).name in out
-    assert ("rowwise: planned as" in out) == (transport == "rowwise")
+    assert ("rowwise: planned as" in out) == (transport in ("rowwise", "auto"))
+
+
+def test_auto_is_planned_as_it_would_be_chosen():
+    """One-sided on up to 8 GPUs with kernels and rows that they move; nothing sent where one holds all experts."""
+
+    def planned(**changes):
+        changes = {"ep.transport": "auto", **{name.replace("__", "."): value for name, value in changes.items()}}
+        return place(load(str(ROOT / "configs/h200.toml"), list(changes.items())), load_hardware("h200_8")).ep.transport
+
+    assert planned() == planned(mesh__ep="2") == "rowwise"
+    assert planned(mesh__ep="1") == "dense"
+    assert planned(ep__kernels="xla") == planned(model__latent_dim="1088") == "pooled_wave"
+    more = dataclasses.replace(load_hardware("h200_8"), domains=2)
+    config = load(str(ROOT / "configs/h200.toml"), [("mesh.fsdp", "2"), ("mesh.ep", "8")])
+    assert place(config, more).ep.transport == "pooled_wave"
 
 
 @pytest.mark.parametrize(

@@ -197,14 +197,20 @@ def memory_of(compiled: Any) -> Memory:
     return Memory(*(getattr(found, f"{name}_size_in_bytes") if found else 0 for name in names))
 
 
-def work_of(result: Result, problem: Problem, *, backward: bool) -> Work:
-    """FLOPs of accepted rows, and bytes of those that leave a device, on the most loaded device."""
+def work_of(result: Result, problem: Problem, *, backward: bool, once_per_peer: bool = False) -> Work:
+    """FLOPs of accepted rows, and bytes of those that leave a device, on the most loaded device.
+
+    once_per_peer: a token's row, and the sum of what it gets back from a peer, cross to each peer once.
+    """
     shards, shape = problem.mesh.size, problem.shape
     kept = result.fates == KEPT
     destination = np.asarray(problem.ids_TK) // (shape.num_experts(shards) // shards)
-    source = np.repeat(np.arange(shards), shape.tokens)[:, None]
+    source = np.repeat(np.arange(shards), shape.tokens)
     load = int(np.bincount(destination[kept], minlength=shards).max())
-    off = int((kept & (destination != source)).sum(axis=1).reshape(shards, -1).sum(axis=1).max())
+    rows = np.zeros((len(source), shards), int)  # of each token to each shard
+    np.add.at(rows, (np.nonzero(kept)[0], destination[kept]), 1)
+    rows[np.arange(len(source)), source] = 0
+    off = int((np.minimum(rows, 1) if once_per_peer else rows).sum(axis=1).reshape(shards, -1).sum(axis=1).max())
     legs = 4 if backward else 2
     moved = off * legs * shape.width * problem.rows_TH.dtype.itemsize
     return Work(shape.flops(load, backward=backward), moved)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.settings import EPConfig
 from tools.bench import stock
 from tools.bench.shapes import routing
@@ -105,6 +106,7 @@ def _variants(arguments: argparse.Namespace, problem: Any, rates: Any) -> Iterat
     """The rows of one problem, the stock recipe first; one with "failed" where a variant was wrong or did not run."""
     import numpy as np
 
+    from ep_jax.ep.rowwise import once_per_peer
     from tools.bench.layer import limit_ms, protocol_layer, run_layer, work_of
 
     shape, named, variants = problem.shape, [name for name, _ in arguments.ep], []
@@ -125,8 +127,12 @@ def _variants(arguments: argparse.Namespace, problem: Any, rates: Any) -> Iterat
             yield row | {"failed": " ".join(str(error).split())[:500]}
             continue
         row |= result.as_json() | {"ceilings": rates.as_json(), "limit_ms": {}, "achieved": {}}
+        shards, experts = problem.mesh.size, shape.num_experts(problem.mesh.size)
+        once = settings["transport"] == "rowwise" and once_per_peer(
+            LayerShape(shards, experts, shape.choices, shape.tokens), experts // shards
+        )
         for way, times, backward in (("forward", result.forward, False), ("both", result.both, True)):
-            work = work_of(result, problem, backward=backward)
+            work = work_of(result, problem, backward=backward, once_per_peer=once)
             row["limit_ms"][way] = limit_ms(work, rates, backward=backward)
             row["achieved"][way] = work.rates(times.median)
         row["kernels_ms"] = {n[:120]: round(ms, 4) for n, ms in list(result.both.kernels_ms.items())[:40]}

@@ -82,8 +82,7 @@ def run(runtime: Runtime, watch: Any, *, steps: int, warmup: int, profile: int) 
         compiled, compilations = compile_step(make_train_step(config, mesh), state, batch)
         began = time.perf_counter()
         with headroom(mesh):
-            state, metrics = compiled(state, batch)
-        jax.block_until_ready(metrics)
+            state, metrics = jax.block_until_ready(compiled(state, batch))
         startup = {
             "before_compiling_s": round(before_step_s, 2),
             "compilations_of_the_step": compilations,
