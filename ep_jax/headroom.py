@@ -9,7 +9,7 @@ follows from the allocator's sources; no run has shown it yet.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def is_needed(mesh: Mesh) -> bool:
 
 
 @contextlib.contextmanager
-def headroom(mesh: Mesh) -> Iterator[None]:
+def headroom(mesh: Mesh) -> Generator[None]:
     """Around a program's first execution, waited for inside: holds HEADROOM_BYTES of every device meanwhile."""
     if not is_needed(mesh):
         yield

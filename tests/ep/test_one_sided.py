@@ -268,7 +268,7 @@ def test_auto_on_a_cpu():
     assert settings.transport == "pooled_wave"
     assert "for NVIDIA GPUs" in note
     rowwise = EPConfig(transport="rowwise")
-    assert choice.definite(rowwise, 8, jax.devices(), 10, jnp.float32) == (rowwise, "")
+    assert choice.definite(rowwise, 8, jax.devices(), 10, jnp.float32, 8) == (rowwise, "")
 
 
 def test_the_layer_takes_auto():
