@@ -237,8 +237,17 @@ def test_the_race_detector_sees_copies_that_do_not_wait(monkeypatch):
     places, rows = places_of(rng, shards, tokens, choices, num_rows, 0.2), bfloat16(rng, shards, tokens, H)
     send, copies = make_maps(fan_out_maps, places, num_rows)
     monkeypatch.setattr(StackedPeers, "meet", lambda *args, **options: None)
-    with pytest.raises(AssertionError, match="races_found"):
-        interpret_put(rows, [send.reshape(places.shape), copies.reshape(shards, -1)], num_rows, 1, 1, 4, 2)
+    maps = [send.reshape(places.shape), copies.reshape(shards, -1)]
+
+    def race_is_seen():
+        try:
+            interpret_put(rows, maps, num_rows, 1, 1, 4, 2)
+        except AssertionError as error:
+            return "races_found" in str(error)
+        return False
+
+    # Shards are threads: on a busy machine one may be done before the other begins, and nothing has met.
+    assert any(race_is_seen() for _ in range(10))
 
 
 @pytest.mark.parametrize("shards", [2, 4, 8])
