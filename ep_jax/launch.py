@@ -96,7 +96,10 @@ def preset_of(config: RunConfig, platform: str) -> str:
     """The name of the XLA flags of a run."""
     if platform == "cpu":
         return "cpu"
-    return "gpu_ragged" if config.ep.transport == "ragged" else "gpu_scan" if config.model.scan else "gpu"
+    if config.ep.transport == "ragged":
+        return "gpu_ragged"
+    # A loop over parts of the batch would be taken apart too, at the cost of memory and compiling (xla_flags.py).
+    return "gpu_scan" if config.model.scan and config.train.accumulation == 1 else "gpu"
 
 
 def unused_settings(config: RunConfig) -> list[str]:

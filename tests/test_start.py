@@ -17,14 +17,15 @@ def test_a_gpu_that_jax_does_not_find_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "scan", "transport", "preset"),
+    ("platform", "scan", "parts", "transport", "preset"),
     [
-        ("cpu", "true", "ragged", "cpu"),
-        ("gpu", "true", "pooled_wave", "gpu_scan"),
-        ("gpu", "false", "pooled_wave", "gpu"),
-        ("gpu", "true", "ragged", "gpu_ragged"),
+        ("cpu", "true", "1", "ragged", "cpu"),
+        ("gpu", "true", "1", "pooled_wave", "gpu_scan"),
+        ("gpu", "true", "2", "pooled_wave", "gpu"),
+        ("gpu", "false", "1", "pooled_wave", "gpu"),
+        ("gpu", "true", "1", "ragged", "gpu_ragged"),
     ],
 )
-def test_loops_are_pipelined_only_where_layers_are_one(platform, scan, transport, preset):
-    config = tiny_config(model__scan=scan, ep__transport=transport)
+def test_loops_are_pipelined_only_where_layers_are_the_one_loop(platform, scan, parts, transport, preset):
+    config = tiny_config(model__scan=scan, train__accumulation=parts, ep__transport=transport)
     assert launch.preset_of(config, platform) == preset
