@@ -118,8 +118,8 @@ def prepare(
 ) -> tuple[str, ...]:
     """Checks the user's XLA flags and adds ours that the user has not set; call it before JAX starts.
 
-    `preset` is "cpu", "gpu", "gpu_scan" (layers in the one loop) or "gpu_ragged"; `num_cpu_devices` is the number of CPU
-    devices of this process (None: not set here); `profiling` makes GPU traces name their phases. Returns what was
+    `preset` is "cpu", "gpu", "gpu_scan" (layers in the one loop) or "gpu_ragged"; `num_cpu_devices` is the number of
+    CPU devices of this process (None: not set here); `profiling` makes GPU traces name their phases. Returns what was
     added, one "NAME=value" each, to be printed and stored in the run folder; empty when a backend of JAX is running
     already: XLA reads its flags only once.
 
