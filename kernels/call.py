@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax import lax
 
+MULTIPROCESSORS = 132  # of an H100 or H200, for lowering without one
+
 
 def triton_call(
     *arrays: jax.Array,
@@ -39,9 +41,6 @@ def triton_call(
     )
     axes = _axes_of(arrays)
     return jax.tree.map(lambda array: _vary(array, axes), out)
-
-
-MULTIPROCESSORS = 132  # of an H100 or H200, for lowering without one
 
 
 def multiprocessors() -> int:

@@ -55,12 +55,16 @@ class WholeReceivers(Receivers):
 
 
 class OneSidedPlan(NamedTuple):
-    place_TK: jax.Array  # row in [S, W, N], -1 when dropped or invalid
-    whole: RouteMap  # of all waves, whose buffers lie behind each other
+    whole: RouteMap  # rows in [S, W, N]: of all waves, whose buffers lie behind each other
     waves: tuple[RouteMap, ...]  # row in [S, N] of each
     sent_TK: jax.Array  # bool: every valid assignment; drops are the receivers'
     sizes_We: tuple[jax.Array, ...]  # rows that arrive for this shard's experts, by wave
     weights_WN: jax.Array  # float32 [W*N], by which this shard's experts multiply their results
+
+    @property
+    def place_TK(self) -> jax.Array:
+        """Row in [S, W, N], -1 when dropped or invalid."""
+        return self.whole.place_TK
 
 
 class Told(NamedTuple):
@@ -115,7 +119,7 @@ class RowwiseGPU(RowwiseBase):
             told.ids_STK, told.rank_STK, source_S[:, None, None], kept_SDe, receivers
         )
         place_STK = jnp.where(row_STK < 0, -1, (destination * self.waves + wave) * receivers.rows(0) + row_STK)
-        place_TK, rows = place_STK[me], receivers.rows(0)
+        rows = receivers.rows(0)
 
         def of_wave(wave: int) -> RouteMap:
             here_STK = (place_STK >= 0) & (place_STK // rows % self.waves == wave)
@@ -123,7 +127,7 @@ class RowwiseGPU(RowwiseBase):
             return route_map(row_STK[me], row_STK, rows, self.how(receivers.group))
 
         for_all = self.how(self.shape.local_experts)
-        whole = route_map(place_TK, place_STK, self.waves * rows, for_all)
+        whole = route_map(place_STK[me], place_STK, self.waves * rows, for_all)
         waves = () if self.waves == 1 else tuple(of_wave(wave) for wave in range(self.waves))
         sizes = arriving(kept_SDe, me, receivers)
         place_STK, whole, waves, sizes = checkpoint_name((place_STK, whole, waves, sizes), "route_plan")
@@ -140,7 +144,7 @@ class RowwiseGPU(RowwiseBase):
         weights_STK = jax.vmap(settled)(told.weights_STK, told.ids_STK[..., 0] >= 0, place_STK)
         weights_WN = dispatch_weights(weights_TK, weights_STK, place_TK, place_STK, self.waves * rows, for_all.axis)
         weights_WN = checkpoint_name(weights_WN, "route_plan")
-        return OneSidedPlan(place_TK, whole, waves, routes.valid_ids_TK >= 0, sizes, weights_WN)
+        return OneSidedPlan(whole, waves, routes.valid_ids_TK >= 0, sizes, weights_WN)
 
     def dispatch(self, rows_TH: jax.Array, plan: OneSidedPlan, wave: int, after: jax.Array | int) -> tuple:
         """Every shard's rows of wave `wave` in this shard's buffer: (RaggedRows, None)."""
@@ -161,6 +165,5 @@ class RowwiseGPU(RowwiseBase):
         del weights_TK, accepted_TK
         # A shard's waves lie behind each other in its own buffer, as places count them.
         results = [wave.rows_QH for wave in returned]
-        return collect(
-            results[0] if self.waves == 1 else jnp.concatenate(results), plan.whole, self.how(self.shape.local_experts)
-        )
+        rows_NH = results[0] if self.waves == 1 else jnp.concatenate(results)
+        return collect(rows_NH, plan.whole, self.how(self.shape.local_experts))

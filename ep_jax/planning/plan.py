@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ep_jax.config import RunConfig, check_run
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.choice import holds_all
@@ -30,9 +33,6 @@ from ep_jax.planning.sizes import FLOAT32, Sizes
 OUT_OF_SCOPE = "drops, without a trace: they follow from routing, not from sizes; --trace gives recorded routing"
 
 
-MOST_ONE_SIDED = 8  # GPUs of a mesh, as in kernels/rowwise/exchange.py, which a planner does not import
-
-
 def place(config: RunConfig, hardware: Hardware) -> RunConfig:
     """The configuration with its mesh resolved on the hardware. Raises ConfigError where it cannot stand there."""
     mesh = resolve(config.mesh, hardware.num_devices if -1 in config.mesh.shape else None)
@@ -57,8 +57,15 @@ def place(config: RunConfig, hardware: Hardware) -> RunConfig:
 
 def one_sided(config: RunConfig) -> bool:
     """Whether `auto` would take rowwise on these GPUs in one process (`ep.choice.why_not_one_sided`)."""
-    whole_rows = config.model.latent_dim % 256 == 0
-    return by_kernels(config) and not config.ep.emulates and config.mesh.size <= MOST_ONE_SIDED and whole_rows
+    from ep_jax_kernels.rowwise.exchange import MOST_PEERS
+    from ep_jax_kernels.rowwise.op import check_rows
+
+    row = jax.ShapeDtypeStruct((1, config.model.latent_dim), jnp.dtype(config.model.compute_dtype))
+    try:
+        check_rows(row, config.router.experts_per_token)
+    except NotImplementedError:
+        return False
+    return by_kernels(config) and not config.ep.emulates and config.mesh.size <= MOST_PEERS
 
 
 def make_plan(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
