@@ -25,6 +25,7 @@ from .grouped_matmul.tiles import Groups, capacity_groups, ragged_groups
 from .grouped_matmul_mgpu import op as hopper_op
 from .swiglu import op as swiglu_op
 from .swiglu import reference as swiglu_reference
+from .weight_gradient_mgpu import op as gradient_op
 
 SHARDS = 2
 SLACK = 1.05  # rows of a buffer per row that is used
@@ -251,10 +252,14 @@ def row_product_ways(*, transposed: bool) -> dict[str, Way]:
 
 
 def weight_product_ways() -> dict[str, Way]:
-    def run(launch):
-        return lambda x, d_out, groups: matmul_op.weight_product(x, d_out, groups, x.dtype, launch)
+    def run(product):
+        return lambda launch: lambda x, d_out, groups: product(x, d_out, groups, x.dtype, launch)
 
-    return {"triton": Way(matmul_op.CANDIDATES, run), TOKAMAX: tokamax_way(summed=(0, 0), experts=())}
+    return {
+        "triton": Way(matmul_op.CANDIDATES, run(matmul_op.weight_product)),
+        "hopper": Way(gradient_op.CANDIDATES, run(gradient_op.weight_product)),
+        TOKAMAX: tokamax_way(summed=(0, 0), experts=()),
+    }
 
 
 def tokamax_way(summed: tuple[int, int], experts: tuple[int, ...]) -> Way:

@@ -156,7 +156,7 @@ class RowwiseGPU(RowwiseBase):
 
     def give_back(self, results_NH: jax.Array, arrival: None) -> Returned:
         """The wave's results of this shard's own experts, [N, H], for everybody's combine to read from."""
-        return Returned(checkpoint_name(results_NH, "returned_rows"), None)
+        return Returned(results_NH, None)
 
     def combine(
         self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: OneSidedPlan
@@ -166,4 +166,5 @@ class RowwiseGPU(RowwiseBase):
         # A shard's waves lie behind each other in its own buffer, as places count them.
         results = [wave.rows_QH for wave in returned]
         rows_NH = results[0] if self.waves == 1 else jnp.concatenate(results)
-        return collect(rows_NH, plan.whole, self.how(self.shape.local_experts))
+        # Gradients need the sum (of the layer above), never the rows: kept, it is an exchange less and few bytes.
+        return checkpoint_name(collect(rows_NH, plan.whole, self.how(self.shape.local_experts)), "returned_rows")

@@ -195,8 +195,11 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
     held = receivers.rows(0)
     if settings.transport == "ring":
         return WaveRows(tokens, shards * tokens, held, shards * tokens, tokens, 1)
-    here = Ragged(settings, shape).sender_rows() if settings.transport == "ragged" else 0
-    return WaveRows(here, held, held, held, here or shape.assignments, receivers.waves)
+    if settings.transport == "ragged":
+        here = Ragged(settings, shape).sender_rows()
+        return WaveRows(here, held, held, held, here, receivers.waves)
+    # What comes back is summed on its way: one row a token, of all waves together.
+    return WaveRows(0, held, held, held, -(-tokens // receivers.waves), receivers.waves)
 
 
 def wave_buffers(sizes: Sizes, *, gradients: bool = False) -> dict[str, int]:

@@ -5,10 +5,10 @@ nobody owns are as in ../grouped_matmul/op.py: they reach no owned row, and in o
 anything. Needs a GPU; reference.py is plain JAX. Kept for the gradient: rows, gate and up [R,2F], and silu(gate) * up
 [R,F].
 
-Weight gradients (../grouped_matmul) and SwiGLU look at owned rows only. So do products of rows in
-../grouped_matmul_mgpu, or in ../grouped_matmul where that does not take them. With little padding XLA's batched product
-of all rows is faster (`capacity_mlp`): it reads and writes rows that nobody owns, where hidden, middle and gradients
-may hold anything, NaN included; each row of a product comes from one row, so that stays where it is.
+Weight gradients and SwiGLU look at owned rows only. So do products of rows. Both are those of ../weight_gradient_mgpu
+and ../grouped_matmul_mgpu, or of ../grouped_matmul where these do not take them. With little padding XLA's batched
+product of all rows is faster (`capacity_mlp`): it reads and writes rows that nobody owns, where hidden, middle and
+gradients may hold anything, NaN included; each row of a product comes from one row, so that stays where it is.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Methods:
     """How the products are computed."""
 
     batched: bool = False  # rows, owned or not, by XLA; only where experts' rows lie at a fixed distance
-    warp_specialized: bool = True  # otherwise by ../grouped_matmul_mgpu where it takes them
+    warp_specialized: bool = True  # otherwise, and weight gradients, by kernels for Hopper where these take them
     rows: Launch = matmul.CANDIDATES[0]  # otherwise
     weights: Launch = matmul.CANDIDATES[0]
 
@@ -96,8 +96,8 @@ def _backward(methods, residuals, d_out_RH):
     d_middle_RF = _product(d_out_RH, w_down_eFH, groups, methods, transposed=True)
     d_hidden_R2F, d_row_weights_R = swiglu_gradient(hidden_R2F, d_middle_RF, groups, row_weights_R)
     d_rows_RH = _product(d_hidden_R2F, w_gate_up_eH2F, groups, methods, transposed=True)
-    d_gate_up = matmul.weight_product(rows_RH, d_hidden_R2F, groups, w_gate_up_eH2F.dtype, methods.weights)
-    d_down = matmul.weight_product(middle_RF, d_out_RH, groups, w_down_eFH.dtype, methods.weights)
+    d_gate_up = _weight_product(rows_RH, d_hidden_R2F, groups, w_gate_up_eH2F.dtype, methods)
+    d_down = _weight_product(middle_RF, d_out_RH, groups, w_down_eFH.dtype, methods)
     return d_rows_RH, d_gate_up, d_down, None, d_row_weights_R
 
 
@@ -117,3 +117,14 @@ def _product(rows, weights, groups: Groups, methods: Methods, *, transposed: boo
         except NotImplementedError:
             pass
     return matmul.product(rows, weights, groups, transposed=transposed, launch=methods.rows)
+
+
+def _weight_product(rows, d_out, groups: Groups, dtype: jnp.dtype, methods: Methods) -> jax.Array:
+    if methods.warp_specialized:
+        from ..weight_gradient_mgpu import op as gradient_mgpu
+
+        try:
+            return gradient_mgpu.weight_product(rows, d_out, groups, dtype)
+        except NotImplementedError:
+            pass
+    return matmul.weight_product(rows, d_out, groups, dtype, methods.weights)

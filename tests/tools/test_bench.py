@@ -1,4 +1,4 @@
-"""The benchmark's own logic: calls told apart by pauses, wrong layers refused, limits of what was accepted."""
+"""The benchmark's own logic: calls told apart by their kernels, wrong layers refused, limits of what was accepted."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from tools.bench.ceilings import Ceilings, fastest_copy
 from tools.bench.check import check, relative_error
 from tools.bench.layers import label, settings_of
 from tools.bench.shapes import SHAPES, routing
-from tools.bench.timing import Times, call_spans, is_kernel, kind_of
+from tools.bench.timing import Times, calls_of, is_kernel, kind_of, spans_ms
 
 TOY = SHAPES["toy"]
 RATES = Ceilings(matmul_flops=1e9, matmul_forward_flops=5e8, link_bytes=1e6, copy_bytes=1e9)
@@ -51,22 +51,19 @@ def result(problem, local):
     return layer.run_layer(problem, local, iterations=2)
 
 
-def test_a_call_is_what_lies_between_pauses_and_lasts_as_long_as_its_slowest_device():
-    events = [
-        kernel(0, 0, 2),
-        kernel(0, 1, 4),
-        kernel(0, 30, 3),
-        kernel(1, 0.5, 7),
-        kernel(1, 30, 1),
-        kernel(1, 32, 0.5),
-    ]
-    assert call_spans(events, 2) == [7.0, 3.0]
-    assert call_spans(events, 3) is None
-    assert call_spans([], 1) is None
+def test_calls_are_told_apart_by_counting_kernels_and_last_as_long_as_their_slowest_device():
+    first = [kernel(0, 0, 2, "gemm"), kernel(0, 1, 4, "copy"), kernel(0, 5.5, 3, "gemm"), kernel(0, 6, 1, "copy")]
+    second = [kernel(1, 0.5, 7, "gemm"), kernel(1, 1, 1, "copy"), kernel(1, 8, 1, "copy"), kernel(1, 30, 0.5, "gemm")]
+    told = calls_of(first[::-1] + second, 2)
+    assert spans_ms(told) == [7.0, 22.5]
+    assert told["/device:GPU:0"] == [first[:2], first[2:]]
+    assert calls_of(first + second, 3) is None  # not a whole number of kernels
+    assert calls_of([*first[:3], kernel(0, 6, 1, "gemm")], 2) is None  # not the same ones
+    assert calls_of([], 1) is None
 
 
 def test_spread_is_of_the_calls():
-    times = Times(tuple(float(i) for i in range(1, 12)), "device", {}, {})
+    times = Times(tuple(float(i) for i in range(1, 12)), "device")
     assert (times.median, times.low, times.high) == (6.0, 2.0, 10.0)
 
 
@@ -79,6 +76,7 @@ def test_spread_is_of_the_calls():
         ("MemcpyD2D", "copy"),
         ("input_scatter_fusion", "gather"),
         ("loop_add_fusion", "elementwise"),
+        ("stream_executor::gpu::MultiGpuBarrierWithNcclKernelImpl(long, ncclWindow_vidmem*)", "barrier"),
     ],
 )
 def test_kernels_are_sorted_by_name(name, kind):

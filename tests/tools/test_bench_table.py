@@ -33,14 +33,15 @@ def test_the_newest_result_counts_and_the_fastest_comes_first(tmp_path):
         ["uniform", "slow", "2 x NVIDIA H200"],
         ["uniform", "pooled_wave", "4 x NVIDIA H200"],
     ]
-    assert lines[1].endswith("| 15.00 | 15.00 (14.90-15.25) | 10.0 (1.50) | - | - | 1.23 | - | - |")
+    assert lines[1].endswith("| 15.00 | 15.00 (14.90-15.25) | 10.0 (1.50) | - | - | - | 1.23 | - | - |")
 
 
 def test_what_a_result_says_is_in_the_table(tmp_path):
     achieved = {"both": {"tflops": 612.4, "off_device_gb_per_s": 41.7}}
     row = result(12.0, achieved=achieved, peak_gib=4.26, stock_ratio=21.04)
+    row["forward_backward_after_pauses"] = {"median_ms": 11.256}
     line = table([write(tmp_path / "a.json", "2026-12-01", row)]).splitlines()[-1]
-    assert line.endswith("| 12.00 | 12.00 (11.90-12.25) | 10.0 (1.20) | 612 | 42 | 1.23 | 4.3 | 21.0 |")
+    assert line.endswith("| 12.00 | 12.00 (11.90-12.25) | 10.0 (1.20) | 11.26 | 612 | 42 | 1.23 | 4.3 | 21.0 |")
 
 
 def test_the_readme_keeps_what_is_around_the_table(tmp_path, capsys):

@@ -87,6 +87,7 @@ class Result:
 
     forward: Times
     both: Times
+    paused: Times  # the same as `both`, but every call after a pause
     fates: np.ndarray  # int8 [S*T, K]
     error: float  # relative error of the checked tokens' outputs
     gradient_error: float  # the largest one of the gradients of their rows and weights, and of the checked experts'
@@ -101,6 +102,7 @@ class Result:
         return {
             "forward": self.forward.as_json(),
             "forward_backward": self.both.as_json(),
+            "forward_backward_after_pauses": self.paused.as_json(),
             "drop_rate": self.dropped,
             "drop_rate_sender": float((self.fates == DROPPED_BY_SENDER).mean()),
             "drop_rate_receiver": float((self.fates == DROPPED_BY_RECEIVER).mean()),
@@ -155,13 +157,15 @@ def compile_layer(problem: Problem, local: LocalLayer) -> tuple[Any, Any]:
     def forward(rows, weights, w_in, w_out, ids):
         return over_mesh(rows, ids, weights, w_in, w_out)
 
-    def loss(rows, weights, w_in, w_out, ids, d_out):
-        out, _ = over_mesh(rows, ids, weights, w_in, w_out)
-        return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32)), out
+    def pass_both_ways(rows, weights, w_in, w_out, ids, d_out):
+        out, pull = jax.vjp(lambda *inputs: over_mesh(inputs[0], ids, *inputs[1:])[0], rows, weights, w_in, w_out)
+        out, d_out = lax.optimization_barrier((out, d_out))
+        return pull(d_out), out
 
     # Routes are arguments, not constants: XLA would compute at compile time what depends on constants alone. The output
     # is asked for beside the gradients: a transport whose gradients do not need it would skip half its forward pass.
-    both = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+    # And as in training its gradient comes after it: a transport may not send the one while it waits for the other.
+    both = jax.jit(pass_both_ways)
     gradients = both.lower(*problem.inputs, problem.ids_TK, problem.d_out_TH)
     return jax.jit(forward).lower(*problem.inputs, problem.ids_TK).compile(), gradients.compile()
 
@@ -178,10 +182,12 @@ def run_layer(problem: Problem, local: LocalLayer, iterations: int, payload: str
     checked = time.perf_counter()
     times = measure(forward, *forward_arguments, iterations=iterations)
     both = measure(gradients, *forward_arguments, problem.d_out_TH, iterations=iterations)
+    paused = measure(gradients, *forward_arguments, problem.d_out_TH, iterations=iterations, paused=True)
     spent = {"compile": compiled - began, "check": checked - compiled, "measure": time.perf_counter() - checked}
     return Result(
         forward=times,
         both=both,
+        paused=paused,
         fates=np.asarray(fates),
         error=error,
         gradient_error=gradient_error,

@@ -99,6 +99,8 @@ def layers(arguments: argparse.Namespace, mesh: Mesh) -> Iterator[dict[str, Any]
                 print(table_row(row), flush=True)
                 for name, ms in list(row["kernels_ms"].items())[: arguments.kernels]:
                     print(f"{ms:12.3f} ms {name}")
+                if arguments.kernels and (waiting := row["forward_backward"]["waiting_ms"]):
+                    print(f"{' / '.join(f'{ms:.3f}' for ms in waiting.values()):>12} ms in barriers, by device")
                 yield row
 
 

@@ -22,7 +22,7 @@ from ep_jax.fields import ConfigError
 BLOCK = re.compile(r"(<!-- bench table: (?P<patterns>[^\n]+?) -->\n).*?(<!-- bench table end -->)", re.DOTALL)
 COLUMNS = (
     *("shape", "routing", "variant", "devices", "forward ms", "forward+backward ms (10-90 %)", "limit ms (ratio)"),
-    *("TFLOP/s", "GB/s off device", "drops %", "peak GiB", "x stock"),
+    *("after pauses ms", "TFLOP/s", "GB/s off device", "drops %", "peak GiB", "x stock"),
 )
 
 
@@ -81,12 +81,13 @@ def devices(description: dict[str, Any]) -> str:
 def cells(key: Sequence[str], row: dict[str, Any]) -> list[str]:
     """One line of the table; "-" for what an older result does not say."""
     forward, both, limit = row["forward"], row["forward_backward"], row["limit_ms"]["both"]
-    achieved = row.get("achieved", {}).get("both")
+    achieved, paused = row.get("achieved", {}).get("both"), row.get("forward_backward_after_pauses")
     return [
         *key,
         f"{forward['median_ms']:.2f}",
         f"{both['median_ms']:.2f} ({both['p10_ms']:.2f}-{both['p90_ms']:.2f})",
         f"{limit:.1f} ({both['median_ms'] / limit:.2f})",
+        f"{paused['median_ms']:.2f}" if paused else "-",
         f"{achieved['tflops']:.0f}" if achieved else "-",
         f"{achieved['off_device_gb_per_s']:.0f}" if achieved else "-",
         f"{100 * row['drop_rate']:.3g}",

@@ -1,8 +1,10 @@
 """Device times of a compiled function, one number a call, and where the time went.
 
-On GPUs each call is traced and its span is taken from the kernels: from the first kernel's start to the last one's end
-on the slowest device, so that neither the host's launch time nor what the profiler does between calls counts. Calls are
-told apart by pauses longer than any inside a call. Without a GPU, times are the host's, and say so.
+On GPUs calls are traced, one right after the other as in training, so that the GPU is as warm and as far behind its
+host as it is there. A call lasts from its first kernel's start to its last one's end on the slowest device; calls are
+told apart by counting kernels. With `paused` each call waits for the one before and for a pause: that flatters products
+(by the GPU's higher clock) and costs what the devices wait for each other's hosts. Without a GPU, times are the host's,
+and say so.
 """
 
 import dataclasses
@@ -17,9 +19,10 @@ import jax
 
 from ep_jax.profiling import Event, read_trace
 
-PAUSE_S = 0.02  # between calls; the host sleeps so long that no gap inside a call is near it
-GAP_NS = 8e6
+PAUSE_S = 0.02
+LEAD = 2  # traced calls that do not count: the devices start them at different times
 KINDS = {
+    "barrier": r"barrier",
     "exchange": r"nccl|sendrecv|alltoall|all-to-all",
     "matmul": r"gemm|cutlass|cublas|matmul|dot|nvjet|wgmma|grouped",
     "copy": r"memcpy|memset|copy|concatenate|transpose|pad",
@@ -34,8 +37,11 @@ class Times:
 
     ms: tuple[float, ...]
     source: str  # "device" or "host"
-    by_kind_ms: dict[str, float]  # kernel time of a call on the first device, by kind; overlapping kernels count twice
-    kernels_ms: dict[str, float]  # the same by kernel name, largest first
+    # Kernel time of a call on the first device, by kind and by name, largest first; overlapping kernels count twice.
+    by_kind_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Time in barriers by device: the one that waits least is the slowest.
+    waiting_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -59,6 +65,7 @@ class Times:
             "iterations": len(self.ms),
             "source": self.source,
             "by_kind_ms": {kind: round(ms, 4) for kind, ms in self.by_kind_ms.items()},
+            "waiting_ms": {device: round(ms, 4) for device, ms in self.waiting_ms.items()},
         }
 
     def _quantile(self, share: float) -> float:
@@ -66,45 +73,56 @@ class Times:
         return ordered[round(share * (len(ordered) - 1))]
 
 
-def measure(function: Callable[..., Any], *arguments: Any, iterations: int = 20, warmup: int = 3) -> Times:
+def measure(
+    function: Callable[..., Any], *arguments: Any, iterations: int = 20, warmup: int = 3, paused: bool = False
+) -> Times:
     """Times `iterations` calls after `warmup` ones that do not count."""
     for _ in range(warmup):
         jax.block_until_ready(function(*arguments))
     if jax.default_backend() != "gpu":
-        return Times(tuple(_host_times(function, arguments, iterations)), "host", {}, {})
+        return Times(tuple(_host_times(function, arguments, iterations)), "host")
+    calls = LEAD + iterations
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            host = _host_times(function, arguments, iterations)
+            if paused:
+                _host_times(function, arguments, calls, PAUSE_S)
+            else:
+                _run_ahead(function, arguments, calls)
         kernels = [event for event in read_trace(folder) if is_kernel(event)]
-    spans = call_spans(kernels, iterations)
-    if spans is None:  # pauses and calls do not match: say so rather than guess
-        return Times(tuple(host), "host", *_totals(kernels, iterations))
-    return Times(tuple(spans), "device", *_totals(kernels, iterations))
+    told = calls_of(kernels, calls)
+    if told is None:  # say so rather than guess
+        return Times(tuple(_host_times(function, arguments, iterations)), "host", *_totals(kernels, calls))
+    counted = {plane: made[LEAD:] for plane, made in told.items()}
+    timed = [event for made in counted.values() for call in made for event in call]
+    return Times(tuple(spans_ms(counted)), "device", *_totals(timed, iterations))
 
 
 def is_kernel(event: Event) -> bool:
     return event.plane.startswith("/device:GPU") and event.line.startswith("Stream")
 
 
-def call_spans(kernels: Sequence[Event], iterations: int) -> list[float] | None:
-    """Milliseconds from a call's first kernel to its last, on the slowest device; None if calls are not told apart."""
+def calls_of(kernels: Sequence[Event], calls: int) -> dict[str, list[list[Event]]] | None:
+    """Each device's kernels by call; None if not every call ran the same kernels."""
     by_device: dict[str, list[Event]] = {}
-    for event in kernels:
+    for event in sorted(kernels, key=lambda event: event.start_ns):
         by_device.setdefault(event.plane, []).append(event)
-    spans = []
-    for events in by_device.values():
-        events.sort(key=lambda event: event.start_ns)
-        calls: list[list[float]] = []
-        for event in events:
-            end = event.start_ns + event.duration_ns
-            if calls and event.start_ns - calls[-1][1] < GAP_NS:
-                calls[-1][1] = max(calls[-1][1], end)
-            else:
-                calls.append([event.start_ns, end])
-        if len(calls) != iterations:
+    told = {}
+    for plane, events in by_device.items():
+        size = len(events) // calls
+        made = [events[first : first + size] for first in range(0, size * calls, size)] if size else []
+        if size * calls != len(events) or len({tuple(sorted(event.name for event in call)) for call in made}) != 1:
             return None
-        spans.append([(end - start) / 1e6 for start, end in calls])
-    return [max(call) for call in zip(*spans, strict=True)] if spans else None
+        told[plane] = made
+    return told or None
+
+
+def spans_ms(told: dict[str, list[list[Event]]]) -> list[float]:
+    """Milliseconds from a call's first kernel to its last, on the slowest device."""
+    return [max(map(_span_ms, same_call)) for same_call in zip(*told.values(), strict=True)]
+
+
+def _span_ms(call: Sequence[Event]) -> float:
+    return (max(event.start_ns + event.duration_ns for event in call) - call[0].start_ns) / 1e6
 
 
 def kind_of(name: str) -> str:
@@ -112,23 +130,36 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "elementwise")
 
 
-def _totals(kernels: Sequence[Event], iterations: int) -> tuple[dict[str, float], dict[str, float]]:
+def _totals(kernels: Sequence[Event], calls: int) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """By kind and by name on the first device; what each device waited for the others."""
     by_kind: dict[str, float] = {}
     by_name: dict[str, float] = {}
-    first = min((event.plane for event in kernels), default="")
+    waiting = dict.fromkeys(sorted({event.plane for event in kernels}), 0.0)
+    first = min(waiting, default="")
     for event in kernels:
+        ms = event.duration_ns / 1e6 / calls
+        if kind_of(event.name) == "barrier":
+            waiting[event.plane] += ms
         if event.plane == first:
-            ms = event.duration_ns / 1e6 / iterations
             by_kind[kind_of(event.name)] = by_kind.get(kind_of(event.name), 0.0) + ms
             by_name[event.name] = by_name.get(event.name, 0.0) + ms
-    return by_kind, dict(sorted(by_name.items(), key=lambda item: -item[1]))
+    return by_kind, dict(sorted(by_name.items(), key=lambda item: -item[1])), waiting
 
 
-def _host_times(function: Callable[..., Any], arguments: Sequence[Any], iterations: int) -> list[float]:
+def _run_ahead(function: Callable[..., Any], arguments: Sequence[Any], calls: int) -> None:
+    """Launches all calls without waiting for one; each may drop its results as soon as the next is launched."""
+    results = None
+    for _ in range(calls):
+        results = function(*arguments)
+    jax.block_until_ready(results)
+
+
+def _host_times(
+    function: Callable[..., Any], arguments: Sequence[Any], calls: int, pause_s: float = 0.0
+) -> list[float]:
     times = []
-    for _ in range(iterations):
-        if jax.default_backend() == "gpu":
-            time.sleep(PAUSE_S)
+    for _ in range(calls):
+        time.sleep(pause_s)
         began = time.perf_counter()
         jax.block_until_ready(function(*arguments))
         times.append(1e3 * (time.perf_counter() - began))

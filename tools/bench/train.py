@@ -181,7 +181,7 @@ class Stepper:
             done = [*done[2:], self.finish()]  # without the step before the first one, and that one
         for number, metrics in enumerate(done, 1):
             refuse_non_finite(number, metrics)
-        times = Times(tuple(1e3 * np.diff([end.result() for end in ends])), "host", {}, {})
+        times = Times(tuple(1e3 * np.diff([end.result() for end in ends])), "host")
         counts_SP = np.sum([metrics.drops.counts_NPE for metrics in done], axis=(1, 3), dtype=np.int64)
         drop_rates = counts_SP[:, 1:].sum(axis=1) / counts_SP[:, 0]
         return {

@@ -1,0 +1,1 @@
+"""Gradients of grouped matrices for Hopper, in Pallas Mosaic GPU."""

@@ -1,0 +1,36 @@
+"""Which rows each step of the weight gradient sums over: integers, on the device.
+
+Letters: e experts, R rows of the buffer.
+
+A step sums over 64 rows that bulk copies bring, and bulk copies of swizzled memory begin at multiples of eight rows.
+So an expert's rows fall into whole steps from its first such row on, which are read where they lie, and an edge: up to
+7 rows before them and up to 63 after. Edges are copied into a buffer of their own, 128 rows for each expert, with zeros
+in the rest. No step then holds a row of another expert or one that nobody owns, and nothing needs a mask.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..grouped_matmul.tiles import Groups
+
+STEP_ROWS = 64
+ALIGNED_ROWS = 8  # of swizzled memory: a bulk copy begins at a multiple of them
+EDGE_ROWS = 2 * STEP_ROWS  # at least 7 + 63
+FIRST_ROW, WHOLE_STEPS, STEPS = range(3)  # of the whole steps the first row; whole ones; all, at least one
+
+
+def plan_steps(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """(int32 [e,3] by the column names above, int32 [e*128]: the row at each place of the edge buffer, -1 for zeros).
+
+    An expert without rows has one step, of zeros.
+    """
+    before_e = jnp.minimum(-groups.starts_e % ALIGNED_ROWS, groups.sizes_e)
+    whole_e = (groups.sizes_e - before_e) // STEP_ROWS
+    edge_e = groups.sizes_e - whole_e * STEP_ROWS
+    steps_e = jnp.maximum(whole_e + (edge_e + (STEP_ROWS - 1)) // STEP_ROWS, 1)
+    # An edge without rows before the whole steps may begin anywhere: there are no whole steps to read from there then.
+    first_e = (groups.starts_e + before_e) // ALIGNED_ROWS * ALIGNED_ROWS
+    place_1P = jnp.arange(EDGE_ROWS, dtype=jnp.int32)[None]
+    after_eP = jnp.where(place_1P < before_e[:, None], 0, whole_e[:, None] * STEP_ROWS)
+    row_eP = jnp.where(place_1P < edge_e[:, None], groups.starts_e[:, None] + place_1P + after_eP, -1)
+    return jnp.stack([first_e, whole_e, steps_e], axis=1), row_eP.reshape(-1)
