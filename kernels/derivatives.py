@@ -46,6 +46,34 @@ def moving(
     return move_rows
 
 
+def summing(
+    sum_rows: Callable[[jax.Array, jax.Array], jax.Array], gather_rows: Callable[[jax.Array, jax.Array], jax.Array]
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """sum_moved_rows(rows_NH, places_MJ, source_N) by these two: the adjoint of `moving`."""
+
+    @jax.custom_vjp
+    def add(rows_NH, places_MJ, source_N):
+        del source_N
+        return sum_rows(rows_NH, places_MJ)
+
+    def forward(rows_NH, places_MJ, source_N):
+        return sum_rows(rows_NH, places_MJ), source_N
+
+    def backward(source_N, d_out_MH):
+        return gather_rows(d_out_MH, source_N), None, None
+
+    add.defvjp(forward, backward)
+
+    def sum_moved_rows(rows_NH: jax.Array, places_MJ: jax.Array, source_N: jax.Array) -> jax.Array:
+        """Output row m is the float32 sum, in order of J, of the rows at places_MJ[m] (int32, -1 for none), cast once.
+
+        source_N is the inverse: the output row that takes input row n (int32, -1 for none, which gets a zero gradient).
+        """
+        return add(*call.vary_alike(rows_NH, places_MJ, source_N))
+
+    return sum_moved_rows
+
+
 def combining(
     weighted_sum: Callable[[jax.Array, jax.Array, jax.Array, jnp.dtype], jax.Array],
     combine_rows_gradient: Callable[..., tuple[jax.Array, jax.Array]],

@@ -25,7 +25,7 @@ from typing import Any
 
 from ep_jax import exits
 from ep_jax.cli import CommandParser
-from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES, EPConfig
+from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES, SLOTS, EPConfig
 from ep_jax.ep.traffic import Widths
 from ep_jax.fields import ConfigError
 from ep_jax.planning.sizes import ITEMSIZE
@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         f"of {', '.join(TRANSPORTS)} (the first three)",
         TRANSPORTS[:3],
     )
-    for name, choices in (("order", ORDERS), ("receive", RECEIVES), ("agreed", AGREEMENTS)):
+    for name, choices in (("order", ORDERS), ("slots", SLOTS), ("receive", RECEIVES), ("agreed", AGREEMENTS)):
         add(f"--{name}", f"{name[0].upper()},...", _list_of(str, choices), f"of {', '.join(choices)} (as recorded)")
     add("--waves", "N,...", _list_of(int), "(as recorded)")
     add("--premix", "N,...", _list_of(int), "members of a pre-mix group (as recorded)")

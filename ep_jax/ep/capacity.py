@@ -42,6 +42,13 @@ class LayerShape:
         """Most assignments that one token can send to one shard: min(K, e)."""
         return min(self.experts_per_token, self.local_experts)
 
+    @property
+    def visiting_share(self) -> Fraction:
+        """Of tokens that choose any expert of one shard, expected under uniform routing, rounded up to thousandths."""
+        missed = math.comb(self.num_experts - self.local_experts, self.experts_per_token)
+        chosen = 1 - Fraction(missed, math.comb(self.num_experts, self.experts_per_token))
+        return Fraction(math.ceil(1000 * chosen), 1000)
+
     def crossing_share(self, experts: int) -> float:
         """Tokens that choose any of `experts` experts, over their assignments to these, expected under uniform routing:
         what is left of a shard's rows for a peer's `experts` experts when a token's row goes there once."""
@@ -76,6 +83,16 @@ def sender_pool(factor: float, shape: LayerShape, waves: int) -> Capacity:
     rate = _fraction("ep.sender_factor", factor, worst) * shape.experts_per_token / (shape.num_shards * waves)
     most = -(-shape.tokens * shape.most_per_destination // waves)
     return _capacity("ep.sender_factor", factor, rate, most)
+
+
+def token_pool(factor: float, shape: LayerShape, waves: int) -> Capacity:
+    """P where a slot holds a token, as a function of v: ceil(cs*p*v / W), at most ceil(T / W).
+
+    p is the share of tokens that choose a shard under uniform routing, rounded up to thousandths.
+    """
+    share = shape.visiting_share
+    rate = _fraction("ep.sender_factor", factor, 1 / share) * share / waves
+    return _capacity("ep.sender_factor", factor, rate, -(-shape.tokens // waves))
 
 
 def cell(factor: float, shape: LayerShape, waves: int) -> Capacity:

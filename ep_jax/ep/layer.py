@@ -25,7 +25,7 @@ from ep_jax.ep.drops import DropReport, LocalDrops, fates, local_drops
 from ep_jax.ep.emulated import Emulated
 from ep_jax.ep.experts import ExpertRows, swiglu_experts
 from ep_jax.ep.fixed_cell import FixedCell
-from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.pooled_tokens import pooled_transport
 from ep_jax.ep.premix import mix, unmix
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.returned import Returned
@@ -37,7 +37,7 @@ from ep_jax.fields import ConfigError
 from ep_jax.mesh import BATCH_AXES
 
 TRANSPORTS = {
-    "pooled_wave": PooledWave,
+    "pooled_wave": pooled_transport,
     "fixed_cell": FixedCell,
     "ragged": Ragged,
     "rowwise": Rowwise,

@@ -63,6 +63,11 @@ class Places:
         """The payload rows of slots, of any shape; -1 stays -1."""
         return jnp.where(slot < 0, -1, slot + (slot // self.slots + 1) * self.header)
 
+    def pad(self, value_QJ: jax.Array) -> jax.Array:
+        """[X,J]: the values of payload rows, zeros in header rows."""
+        by_peer = value_QJ.reshape(-1, self.slots, value_QJ.shape[1])
+        return jnp.pad(by_peer, ((0, 0), (self.header, 0), (0, 0))).reshape(-1, value_QJ.shape[1])
+
     def by_row(self, value_Q: jax.Array) -> jax.Array:
         """int32 [X]: the values (int32, one a slot) of payload rows, -1 in header rows."""
         padded = jnp.pad(value_Q.reshape(-1, self.slots), ((0, 0), (self.header, 0)), constant_values=-1)

@@ -101,8 +101,8 @@ def plan_receiver_pool(local_id_SP: jax.Array, limit: jax.Array, rows: int, loca
 
 
 @dataclasses.dataclass(frozen=True)
-class PooledWave(ReturnsRows):
-    """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
+class Pooled(ReturnsRows):
+    """What holds whatever a slot holds (`ep.slots`), for one layer shape."""
 
     settings: EPConfig
     shape: LayerShape
@@ -113,12 +113,18 @@ class PooledWave(ReturnsRows):
 
     @property
     def pool(self) -> Capacity:
-        return sender_pool(self.settings.sender_factor, self.shape, self.waves)
+        """P as a function of a shard's valid tokens."""
+        raise NotImplementedError
 
     @property
     def pool_rows(self) -> int:
         """Static P."""
         return self.pool.static_rows(self.shape.tokens)
+
+    @property
+    def per_slot(self) -> int:
+        """J: assignments that a slot may hold."""
+        return 1
 
     @property
     def receiver(self) -> Capacity:
@@ -135,6 +141,57 @@ class PooledWave(ReturnsRows):
         routed = self.shape.num_shards * self.shape.assignments / (self.shape.num_experts * self.waves)
         return min(1.0, self.settings.sender_factor) * routed
 
+    def entries(self, routes: Routes, pool: Capacity) -> tuple[jax.Array, jax.Array]:
+        """What `simulate` asks of a source: (an assignment's place in [W, S, P, J], -1 unsent; the local id there)."""
+        raise NotImplementedError
+
+    def decide(self, local_id_SPJ: jax.Array, expert_limit: jax.Array) -> jax.Array:
+        """What `simulate` asks of a receiver: bool [S,P,J], which entries of one wave's slots it accepts."""
+        raise NotImplementedError
+
+    def accept(self, local_id_SP: jax.Array, expert_limit: jax.Array) -> Arrival:
+        """The receiver's part of one wave's plan, from the ids that arrived (-1 in empty slots)."""
+        local = self.shape.local_experts
+        if self.settings.receive == "expert":
+            return plan_receiver(local_id_SP, expert_limit, self.expert_rows, local)
+        pool = min(local * self.expert_rows, local_id_SP.size)
+        return plan_receiver_pool(local_id_SP, jnp.minimum(local * expert_limit, pool), pool, local)
+
+    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
+        """Every wave visits all local experts."""
+        del wave
+        return w_gate_up, w_down
+
+    def _for_experts(self, held_CH: jax.Array, sizes_e: jax.Array) -> ExpertRows:
+        """The C rows as the experts take them."""
+        if self.settings.receive == "pool":
+            return RaggedRows(held_CH, sizes_e)
+        by_expert = held_CH.reshape(self.shape.local_experts, self.expert_rows, -1)
+        return CapacityRows(by_expert, sizes_e, self.balanced_rows)
+
+    def _send_back(self, rows_QH: jax.Array) -> jax.Array:
+        """Rows in slots to the peers that the slots are of."""
+        by_peer = rows_QH.reshape(self.shape.num_shards, self.pool_rows, -1)
+        return exchange(by_peer).reshape(rows_QH.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledWave(Pooled):
+    """The transport for one layer shape, an assignment in each slot; its methods run inside shard_map over `ep`."""
+
+    @property
+    def pool(self) -> Capacity:
+        return sender_pool(self.settings.sender_factor, self.shape, self.waves)
+
+    def entries(self, routes: Routes, pool: Capacity) -> tuple[jax.Array, jax.Array]:
+        """As of Pooled."""
+        place, _, local_id = plan_sender(routes, self.shape, pool, self.settings.order, self.waves)
+        return place, local_id
+
+    def decide(self, local_id_SPJ: jax.Array, expert_limit: jax.Array) -> jax.Array:
+        """As of Pooled."""
+        return self.accept(local_id_SPJ[..., 0], expert_limit).row_SP[..., None] >= 0
+
     def plan(self, routes: Routes) -> SenderPlan:
         """The source's integers for all waves."""
         place, assignment, local_id = plan_sender(routes, self.shape, self.pool, self.settings.order, self.waves)
@@ -148,7 +205,7 @@ class PooledWave(ReturnsRows):
 
         `after` is an int32 zero that makes this wave wait for what it was computed from.
         """
-        shards, slots, local = self.shape.num_shards, self.pool_rows, self.shape.local_experts
+        shards, slots = self.shape.num_shards, self.pool_rows
         size = shards * slots
         mine = slice(wave * size, (wave + 1) * size)
         assignment = plan.assignment_Q[mine]
@@ -158,9 +215,7 @@ class PooledWave(ReturnsRows):
         numbers = plan.local_id_Q[mine].reshape(shards, slots) + 1
         send = self._send_float8 if self.settings.payload == "float8_e4m3" else self._send
         held, arrival = send(rows_TH, token, places_TK, numbers, plan.expert_limit)
-        if self.settings.receive == "pool":
-            return RaggedRows(held, arrival.sizes_e), arrival
-        return CapacityRows(held.reshape(local, self.expert_rows, -1), arrival.sizes_e, self.balanced_rows), arrival
+        return self._for_experts(held, arrival.sizes_e), arrival
 
     def _send(
         self,
@@ -198,24 +253,6 @@ class PooledWave(ReturnsRows):
         received = checkpoint_name(exchange(layout.pack(numbers_SP, rows)), "dispatched_rows")
         numbers_SP, rows = layout.unpack(received)
         return rows, checkpoint_name(self.accept(numbers_SP - 1, expert_limit), "route_plan")
-
-    def _send_back(self, rows_QH: jax.Array) -> jax.Array:
-        """Rows in slots to the peers that the slots are of."""
-        by_peer = rows_QH.reshape(self.shape.num_shards, self.pool_rows, -1)
-        return exchange(by_peer).reshape(rows_QH.shape)
-
-    def accept(self, local_id_SP: jax.Array, expert_limit: jax.Array) -> Arrival:
-        """The receiver's part of one wave's plan, from the ids that arrived (-1 in empty slots)."""
-        local = self.shape.local_experts
-        if self.settings.receive == "expert":
-            return plan_receiver(local_id_SP, expert_limit, self.expert_rows, local)
-        pool = min(local * self.expert_rows, local_id_SP.size)
-        return plan_receiver_pool(local_id_SP, jnp.minimum(local * expert_limit, pool), pool, local)
-
-    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
-        """Every wave visits all local experts."""
-        del wave
-        return w_gate_up, w_down
 
     def give_back(self, results: jax.Array, arrival: Arrival) -> Returned:
         """Returns results to their sources, in sender slots, with a flag for each that was accepted.

@@ -46,6 +46,7 @@ class Policy:
     sender_factor: float = 1.15
     receiver_factor: float = 1.15
     order: str = "sequence"
+    slots: str = "assignment"
     receive: str = "expert"
     agreed: str = "round_robin"
     waves: int = 1
@@ -53,7 +54,7 @@ class Policy:
     premix: int = 1
 
     def __post_init__(self):
-        tables = {"transport": TRANSPORTS, "order": ORDERS, "receive": RECEIVERS, "agreed": AGREEMENTS}
+        tables = {"transport": TRANSPORTS, "order": ORDERS, "slots": SLOTS, "receive": RECEIVERS, "agreed": AGREEMENTS}
         for name, table in tables.items():
             if getattr(self, name) not in table:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(table)}")
@@ -136,15 +137,26 @@ def ceil_div(amount, parts: int) -> int:
     return -(-amount // parts)
 
 
-def capacity(factor: float, count: int, parts: int, at_most: int) -> int:
+def capacity(factor: float, count: int | Fraction, parts: int, at_most: int) -> int:
     """ceil(factor * count / parts), at least 1, at most what can occur. The factor is exactly its decimal text."""
     return max(1, min(ceil_div(Fraction(repr(float(factor))) * count, parts), at_most))
 
 
 def sender_pool(sizes: Sizes, policy: Policy, valid_tokens: int) -> int:
     """P: slots per (source, destination, wave). valid_tokens of the shard give the limit, T gives the buffer."""
+    if policy.slots == "token":
+        at_most = ceil_div(sizes.tokens, policy.waves)
+        return capacity(policy.sender_factor, visiting_share(sizes) * valid_tokens, policy.waves, at_most)
     at_most = ceil_div(sizes.tokens * min(sizes.choices, sizes.local_experts), policy.waves)
     return capacity(policy.sender_factor, sizes.choices * valid_tokens, sizes.shards * policy.waves, at_most)
+
+
+def visiting_share(sizes: Sizes) -> Fraction:
+    """Of tokens that choose an expert of one shard when all choices are equally likely, rounded up to thousandths."""
+    elsewhere = Fraction(1)
+    for choice in range(sizes.choices):  # each choice misses the shard, of the experts that are left
+        elsewhere *= Fraction(sizes.experts - sizes.local_experts - choice, sizes.experts - choice)
+    return Fraction(ceil_div(1000 * (1 - elsewhere), 1), 1000)
 
 
 def cell(sizes: Sizes, policy: Policy, valid_tokens: int) -> int:
@@ -203,6 +215,23 @@ def send(queue: list[Assignment], slots: int, sizes: Sizes, policy: Policy) -> N
             a.fate = SENDER
 
 
+def send_tokens(queue: list[Assignment], slots: int, sizes: Sizes, policy: Policy) -> None:
+    """As `send`, but one slot for all assignments of a token, which ranks as the first of them would."""
+    of_token = {}
+    for a in sorted(queue, key=ORDERS[policy.order]):
+        of_token.setdefault(a.token, []).append(a)
+    for rank, assignments in enumerate(of_token.values()):
+        slot, wave = divmod(rank, policy.waves)
+        for a in assignments:
+            if slot < slots:
+                a.destination, a.wave, a.slot = a.expert // sizes.local_experts, wave, slot
+            else:
+                a.fate = SENDER
+
+
+SLOTS = {"assignment": send, "token": send_tokens}
+
+
 def receive_expert(queues: list[list[Assignment]], sizes: Sizes, policy: Policy, valid_tokens: int) -> None:
     """Each expert has R rows of its own. queues: per local expert, the arrivals of one wave in acceptance order."""
     buffer_rows = expert_rows(sizes, policy, sizes.shards * sizes.tokens)
@@ -214,7 +243,8 @@ def receive_expert(queues: list[list[Assignment]], sizes: Sizes, policy: Policy,
 def receive_pool(queues: list[list[Assignment]], sizes: Sizes, policy: Policy, valid_tokens: int) -> None:
     """The experts of a shard share their rows: a quiet expert's rows go to busy ones."""
     rows = sizes.local_experts * expert_rows(sizes, policy, valid_tokens)
-    arrivals = sizes.shards * sender_pool(sizes, policy, sizes.tokens)
+    per_slot = min(sizes.choices, sizes.local_experts) if policy.slots == "token" else 1
+    arrivals = sizes.shards * sender_pool(sizes, policy, sizes.tokens) * per_slot
     first_row = 0
     for queue, quota in zip(queues, fill([len(queue) for queue in queues], min(rows, arrivals)), strict=True):
         accept(queue, quota, first_row)
@@ -269,7 +299,7 @@ AGREEMENTS = {"tail": tail, "round_robin": round_robin, "water_fill": water_fill
 def pooled_wave(assignments: list[Assignment], valid_S: list[int], sizes: Sizes, policy: Policy) -> None:
     """A pool of slots per (source, destination, wave), then a decision at the receiver."""
     for (source, _), queue in group(assignments, lambda a: (a.source, a.expert // sizes.local_experts)).items():
-        send(queue, sender_pool(sizes, policy, valid_S[source]), sizes, policy)
+        SLOTS[policy.slots](queue, sender_pool(sizes, policy, valid_S[source]), sizes, policy)
     waves = group([a for a in assignments if a.fate == KEPT], lambda a: (a.destination, a.wave))
     for (destination, _), arrivals in waves.items():
         # Slot p of every source goes before slot p + 1 of any.

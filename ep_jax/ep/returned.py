@@ -16,7 +16,8 @@ class Returned(NamedTuple):
     """One wave's results at the source."""
 
     rows_QH: jax.Array
-    accepted_Q: jax.Array | None  # bool; None: everything that was sent was accepted
+    # bool, or where slots hold tokens int32 with a bit for each assignment; None: everything that was sent was accepted
+    accepted_Q: jax.Array | None
 
 
 class ReturnsRows:

@@ -37,12 +37,16 @@ class Routes:
 
 def rescaled_weights(routes: Routes, kept_TK: jax.Array) -> jax.Array:
     """[T,K]: survivors' weights times valid sum / kept sum; zero for a token without survivors."""
-    weights_TK, valid_T = routes.weights_TK, routes.valid_T
+    scale_T1 = survivors_scale(routes.weights_TK, routes.valid_T, kept_TK)
+    return jnp.where(kept_TK, routes.weights_TK * scale_T1, 0)
+
+
+def survivors_scale(weights_TK: jax.Array, valid_T: jax.Array, kept_TK: jax.Array) -> jax.Array:
+    """[T,1]: valid sum / kept sum of a token's weights; zero for a token without survivors."""
     kept_sum_T1 = jnp.sum(jnp.where(kept_TK, weights_TK, 0), axis=1, keepdims=True)
     valid_sum_T1 = jnp.sum(jnp.where(valid_T[:, None], weights_TK, 0), axis=1, keepdims=True)
     some_T1 = kept_sum_T1 > 0
-    scale_T1 = jnp.where(some_T1, valid_sum_T1 / jnp.where(some_T1, kept_sum_T1, 1), 0)
-    return jnp.where(kept_TK, weights_TK * scale_T1, 0)
+    return jnp.where(some_T1, valid_sum_T1 / jnp.where(some_T1, kept_sum_T1, 1), 0)
 
 
 def check_routes(expert_ids_TK: jax.typing.ArrayLike, valid_T: jax.typing.ArrayLike, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""Moving rows by index: two gathers whose derivatives are gathers, so that no row is ever scatter-added.
+"""Moving rows by index: gathers whose derivatives are gathers, so that no row is ever scatter-added.
 
 Letters: N input rows, M output rows, J places of one row, T tokens, K choices, Q returned rows, H width.
 An index of -1 means "no row": it reads as zeros and receives nothing, whatever the buffers contain.
@@ -28,6 +28,17 @@ def move_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> 
     """
     return implementations.first(
         "moving rows", gather_op.move_rows, gather_by_xla.move_rows, rows_NH, source_M, places_NJ
+    )
+
+
+def sum_moved_rows(rows_NH: jax.Array, places_MJ: jax.Array, source_N: jax.Array) -> jax.Array:
+    """Output row m is the float32 sum, in order of J, of the rows at places_MJ[m] (int32, -1 for none), cast once.
+
+    source_N is the inverse: the output row that takes input row n (int32, -1 for none, which gets a zero gradient). The
+    adjoint of `move_rows`.
+    """
+    return implementations.first(
+        "summing rows", gather_op.sum_moved_rows, gather_by_xla.sum_moved_rows, rows_NH, places_MJ, source_N
     )
 
 

@@ -12,6 +12,7 @@ TRANSPORTS = ("pooled_wave", "fixed_cell", "ragged", "rowwise", "ring", "dense")
 AUTO = "auto"  # see choice.py
 ORDERS = ("sequence", "position", "choice", "weight")
 RECEIVES = ("expert", "pool")
+SLOTS = ("assignment", "token")
 AGREEMENTS = ("tail", "round_robin", "water_fill")
 SCHEDULES = ("sequential", "overlapped")
 PAYLOADS = ("compute", "float8_e4m3")
@@ -21,7 +22,7 @@ WITH_ROWS_SENT = ("rescale", "premix", "emulated_shards", "kernels")  # of every
 # Settings that a transport does not use are accepted, and named once at the start of a run.
 USED: dict[str, tuple[str, ...]] = {
     "pooled_wave": (
-        *("sender_factor", "receiver_factor", "order", "receive", "waves", "schedule", "payload"),
+        *("sender_factor", "receiver_factor", "order", "slots", "receive", "waves", "schedule", "payload"),
         *WITH_ROWS_SENT,
     ),
     "fixed_cell": ("sender_factor", "order", "waves", "schedule", *WITH_ROWS_SENT),
@@ -58,6 +59,12 @@ class EPConfig:
         doc="which assignments rank first in a sender pool; position treats all sequences of a shard alike, sequence "
         "(the published order) makes the last ones pay",
         choices=ORDERS,
+    )
+    slots: str = setting(
+        "assignment",
+        doc="what takes a slot of a pooled_wave sender: an assignment (published), or a token, whose row then crosses "
+        "to a shard once, whatever it chose there",
+        choices=SLOTS,
     )
     receive: str = setting("expert", doc="how a pooled_wave receiver shares its rows", choices=RECEIVES)
     agreed: str = setting(
@@ -118,6 +125,11 @@ class EPConfig:
             raise ConfigError(
                 f"ep.payload = {self.payload!r}: transport {self.transport} sends no float8 rows; allowed is compute, "
                 "or transport pooled_wave"
+            )
+        if self.payload != "compute" and self.slots == "token":
+            raise ConfigError(
+                f"ep.slots = 'token': such rows go as they are, and ep.payload is {self.payload!r}; allowed is "
+                "assignment, or payload compute"
             )
         if self.transport == "ring" and self.waves != 1:
             raise ConfigError(f"ep.waves = {self.waves}: transport ring has 1 wave; nearest legal value 1")

@@ -1,6 +1,7 @@
 """The fate of every assignment of an ep group of any size, on one device: the transports' own plan functions.
 
-Letters: S ep shards, E experts, e local experts, T tokens per shard, K choices, W waves, P pool slots, Q = W*S*P.
+Letters: S ep shards, E experts, e local experts, T tokens per shard, K choices, W waves, P pool slots, J entries of a
+slot, Q = W*S*P*J.
 
 Plans are integer functions of one shard's arrays, so a shard axis is a `vmap` and the exchange a transpose. No rows, no
 values: routing recorded anywhere can be replayed through every policy, for 64 shards as for 8. Nothing is decided here;
@@ -18,7 +19,7 @@ from ep_jax.ep.agreed import Receivers, in_cells
 from ep_jax.ep.capacity import Capacity, LayerShape
 from ep_jax.ep.drops import fates
 from ep_jax.ep.fixed_cell import FixedCell, plan_cells
-from ep_jax.ep.pooled_wave import PooledWave, plan_sender
+from ep_jax.ep.pooled_tokens import pooled_transport
 from ep_jax.ep.ranking import count_groups
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.settings import EPConfig
@@ -53,7 +54,7 @@ class Limits(NamedTuple):
 def own_limits(settings: EPConfig, shape: LayerShape) -> Limits:
     """The capacities of the transport that `settings` name. Raises ConfigError for a factor that int32 cannot hold."""
     if settings.transport == "pooled_wave":
-        pooled = PooledWave(settings, shape)
+        pooled = pooled_transport(settings, shape)
         return Limits((pooled.pool,), (pooled.receiver,))
     if settings.transport == "fixed_cell":
         return Limits((FixedCell(settings, shape).cell,), ())
@@ -107,23 +108,24 @@ def fates_under(group: ShardGroup, limits: Limits) -> jax.Array:
 
 
 def _keep_pooled(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:
-    place_STK, accepted_DWSP = exchange_pooled(group, limits)
-    accepted_SQ = accepted_DWSP.transpose(2, 1, 0, 3).reshape(group.shape.num_shards, -1)  # and back
+    place_STK, accepted_DWSPJ = exchange_pooled(group, limits)
+    accepted_SQ = accepted_DWSPJ.transpose(2, 1, 0, 3, 4).reshape(group.shape.num_shards, -1)  # and back
     taken_STK = jax.vmap(lambda accepted_Q, place_TK: accepted_Q[jnp.maximum(place_TK, 0)])(accepted_SQ, place_STK)
     return place_STK >= 0, (place_STK >= 0) & taken_STK
 
 
 def exchange_pooled(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:
-    """(the slot int32 [S,T,K] of each assignment, -1 unsent; bool [D,W,S,P]: the slots that D receivers accept)."""
+    """(the entry int32 [S,T,K] of each assignment in a source's W*S*P*J, -1 unsent; bool [D,W,S,P,J]: which of them D
+    receivers accept)."""
     shape, settings, [pool] = group.shape, group.settings, limits.senders
-    plan = functools.partial(plan_sender, shape=shape, pool=pool, order=settings.order, waves=settings.waves)
-    place_STK, _, local_id_SQ = jax.vmap(plan)(group.routes)
-    slots = (shape.num_shards, settings.waves, shape.num_shards, pool.static_rows(shape.tokens))
-    arriving_DWSP = local_id_SQ.reshape(slots).transpose(2, 1, 0, 3)  # the exchange
+    transport = pooled_transport(settings, shape)
+    place_STK, local_id_SQ = jax.vmap(lambda routes: transport.entries(routes, pool))(group.routes)
+    entries = (settings.waves, shape.num_shards, pool.static_rows(shape.tokens), transport.per_slot)
+    arriving_DWSPJ = local_id_SQ.reshape(-1, *entries).transpose(2, 1, 0, 3, 4)  # the exchange
 
-    limit, transport = limits.receivers[0].logical_rows(group.routes.group_valid[0]), PooledWave(settings, shape)
-    receive = jax.vmap(jax.vmap(lambda local_id_SP: transport.accept(local_id_SP, limit).row_SP >= 0))
-    return place_STK, receive(arriving_DWSP)
+    limit = limits.receivers[0].logical_rows(group.routes.group_valid[0])
+    receive = jax.vmap(jax.vmap(lambda local_id_SPJ: transport.decide(local_id_SPJ, limit)))
+    return place_STK, receive(arriving_DWSPJ)
 
 
 def _keep_cells(group: ShardGroup, limits: Limits) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.payload import float8_header_rows, header_rows
-from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.pooled_tokens import pooled_transport
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.rowwise import crossing_shares
 from ep_jax.ep.settings import EPConfig
@@ -121,13 +121,21 @@ def _pooled_wave(settings: EPConfig, shape: LayerShape, widths: Widths):
     """Rows with ids one way, rows with accepted flags the other; gradients take the same buffers back.
 
     Float8 rows are bytes and have their scales beside the ids; the gradients of these rows are wide and have no header.
+    Where slots hold tokens, ids go with weights in an exchange of their own.
     """
-    slots = PooledWave(settings, shape).pool_rows
+    pooled = pooled_transport(settings, shape)
+    slots = pooled.pool_rows
 
     def exchange(carries: str, header: int, row_bytes: int) -> Collective:
         return _all_to_all(carries, shape.num_shards, shape.num_shards * (header + slots) * row_bytes, settings.waves)
 
-    back = exchange("results and flags", header_rows(slots, 1, widths.routed), widths.row_bytes)
+    largest = 2**pooled.per_slot - 1  # flags of a slot, as one number
+    back = exchange("results and flags", header_rows(slots, largest, widths.routed), widths.row_bytes)
+    if settings.slots == "token":
+        entries = settings.waves * shape.num_shards * slots * pooled.per_slot
+        told = _all_to_all("ids and weights", shape.num_shards, 2 * entries * FLOAT32)
+        rows = exchange("rows", 0, widths.row_bytes)
+        return (told, rows, back), (told, rows, back)
     if settings.payload == "float8_e4m3":
         there = exchange("float8 rows, ids and scales", float8_header_rows(slots, widths.routed), widths.routed)
         return (there, back), (exchange("gradients of rows", 0, widths.row_bytes), back)

@@ -54,7 +54,7 @@ from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.payload import float8_header_rows, header_rows
-from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.pooled_tokens import pooled_transport
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.rowwise import once_per_peer
 from ep_jax.ep.settings import EPConfig
@@ -178,13 +178,13 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
     """Rows of every buffer of one wave by transport; `rowwise` as if written one-sided, without its emulation."""
     shards, tokens = shape.num_shards, shape.tokens
     if settings.transport == "pooled_wave":
-        transport = PooledWave(settings, shape)
+        transport = pooled_transport(settings, shape)
         slots, held = transport.pool_rows, shape.local_experts * transport.expert_rows
         of_float8 = settings.payload == "float8_e4m3"
         header = float8_header_rows(slots, width) if of_float8 else header_rows(slots, shape.local_experts, width)
-        there = shards * (slots + header)
-        back = shards * (slots + header_rows(slots, 1, width))
-        experts = min(held, shards * slots) if settings.receive == "pool" else held
+        there = shards * (slots + (0 if settings.slots == "token" else header))
+        back = shards * (slots + header_rows(slots, 2**transport.per_slot - 1, width))
+        experts = min(held, shards * slots * transport.per_slot) if settings.receive == "pool" else held
         return WaveRows(there, there, experts, back, back, settings.waves)
     if settings.transport == "fixed_cell":
         rows = shape.num_experts * FixedCell(settings, shape).cell_rows

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ep_jax.config import RunConfig, check_run
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.choice import holds_all
-from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.pooled_tokens import pooled_transport
 from ep_jax.ep.settings import dropless
 from ep_jax.fields import ConfigError
 from ep_jax.flops import flops_per_token, num_parameters
@@ -146,7 +146,7 @@ def _wave(sizes: Sizes, found: Memory) -> dict[str, Any]:
     rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
     capacity = {}
     if sizes.config.ep.transport == "pooled_wave":
-        transport = PooledWave(sizes.config.ep, sizes.shape)
+        transport = pooled_transport(sizes.config.ep, sizes.shape)
         capacity = {"sender_pool_rows": transport.pool_rows, "expert_rows": transport.expert_rows}
     return {"rows": rows._asdict(), "bytes": found.wave} | capacity
 

@@ -11,7 +11,7 @@ comes from the replay, not from balanced routing; `rowwise` sends the expected s
 from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.fixed_cell import FixedCell
-from ep_jax.ep.pooled_wave import PooledWave
+from ep_jax.ep.pooled_tokens import pooled_transport
 from ep_jax.ep.rowwise import crossing_shares
 from ep_jax.ep.settings import EPConfig
 from ep_jax.ep.traffic import Widths, collectives, one_sided_bytes, traffic
@@ -38,9 +38,10 @@ def fixed_bytes(settings: EPConfig, shape: LayerShape, widths: Widths) -> int:
 def expert_rows(settings: EPConfig, shape: LayerShape) -> int:
     """Rows that the buffers before a GPU's experts hold, over all waves of a layer."""
     if settings.transport == "pooled_wave":
-        pooled = PooledWave(settings, shape)
+        pooled = pooled_transport(settings, shape)
         rows = shape.local_experts * pooled.expert_rows
-        return pooled.waves * (min(rows, shape.num_shards * pooled.pool_rows) if settings.receive == "pool" else rows)
+        most = shape.num_shards * pooled.pool_rows * pooled.per_slot
+        return pooled.waves * (min(rows, most) if settings.receive == "pool" else rows)
     if settings.transport == "fixed_cell":
         cells = FixedCell(settings, shape)
         return cells.waves * shape.num_experts * cells.cell_rows

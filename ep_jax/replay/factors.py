@@ -122,8 +122,8 @@ def _drops(group: ShardGroup, limits: Limits) -> jax.Array:
     """int32 [2]: drops of senders and receivers."""
     valid = _count(group.routes.valid_T) * group.shape.experts_per_token
     if group.settings.transport == "pooled_wave":
-        place_STK, accepted_DWSP = exchange_pooled(group, limits)
-        sent, accepted = _count(place_STK >= 0), _count(accepted_DWSP)
+        place_STK, accepted_DWSPJ = exchange_pooled(group, limits)
+        sent, accepted = _count(place_STK >= 0), _count(accepted_DWSPJ)
     elif "agreed" in group.settings.used:
         sent, accepted = valid, jnp.sum(agree(group, limits), dtype=jnp.int32)
     else:

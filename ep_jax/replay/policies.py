@@ -12,7 +12,8 @@ from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
 
-VARIED = ("order", "receive", "agreed", "waves", "premix")  # settings of a family beside its transport
+NUMBERS = ("waves", "premix")
+VARIED = ("order", "slots", "receive", "agreed", *NUMBERS)  # settings of a family beside its transport
 TRANSPORTS = ("pooled_wave", "fixed_cell", "ragged", "rowwise", "ring")  # dense moves weights and drops nothing
 # How many of an expert's assignments these keep depends on counts alone, not on the order of assignments.
 ORDER_FREE = ("ragged", "rowwise", "ring")
@@ -43,6 +44,8 @@ class Family:
         """The transport and what of VARIED it uses, as short as can be: "pooled_wave position expert, 3 waves"."""
         settings = self.settings
         words = [getattr(settings, name) for name in ("order", "receive", "agreed") if name in settings.used]
+        if "slots" in settings.used and settings.slots == "token":
+            words.insert(1, "tokens")
         if "waves" in settings.used and settings.waves > 1:
             words.append(f"{settings.waves} waves")
         if self.premix > 1:

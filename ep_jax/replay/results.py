@@ -19,7 +19,7 @@ from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.traffic import Widths
 from ep_jax.fields import ConfigError
 from ep_jax.replay.cost import expert_rows, forward_bytes
-from ep_jax.replay.policies import VARIED
+from ep_jax.replay.policies import NUMBERS, VARIED
 from ep_jax.replay.recommend import Interval, by_step, draw_steps, interval
 from ep_jax.replay.replay import Outcome
 
@@ -162,7 +162,7 @@ def write_parquet(results: Sequence[Result], path: Path) -> None:
     import pandas
 
     frame = pandas.DataFrame([row for result in results for row in rows_of(result)], columns=list(COLUMNS))
-    whole = [name for name in (*VARIED[3:], "layer", "index") if name in frame]
+    whole = [name for name in (*NUMBERS, "layer", "index") if name in frame]
     try:
         frame.astype(dict.fromkeys(whole, "Int64")).to_parquet(path, index=False)
     except OSError as error:

@@ -71,3 +71,4 @@ def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDA
 
 
 move_rows = derivatives.moving(gather_rows, sum_rows)
+sum_moved_rows = derivatives.summing(sum_rows, gather_rows)

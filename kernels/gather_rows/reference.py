@@ -1,4 +1,4 @@
-"""What gather_rows and move_rows are, in plain JAX: what runs where the kernel does not. Letters as in op.py."""
+"""What op.py's functions of the same names are, in plain JAX: what runs where the kernel does not. Letters as there."""
 
 import functools
 
@@ -25,3 +25,4 @@ def sum_rows(rows_NH: jax.Array, places_MJ: jax.Array) -> jax.Array:
 
 
 move_rows = derivatives.moving(gather_rows, sum_rows)
+sum_moved_rows = derivatives.summing(sum_rows, gather_rows)

@@ -165,6 +165,7 @@ def policy_of(settings: EPConfig) -> Policy:
         "sender_factor",
         "receiver_factor",
         "order",
+        "slots",
         "receive",
         "agreed",
         "waves",

@@ -24,12 +24,17 @@ CASES = [
     EPConfig(**TIGHT, waves=2),
     EPConfig(**TIGHT, waves=3, order="weight", receive="pool"),
     EPConfig(**TIGHT, order="choice", premix=2),
+    EPConfig(**TIGHT, slots="token", order="weight", receive="pool", waves=2),
     EPConfig(transport="fixed_cell", **TIGHT, waves=2),
     EPConfig(transport="ragged", **TIGHT, waves=2, updates_per_cell=3),
     EPConfig(transport="rowwise", **TIGHT, waves=2, agreed="tail"),
     EPConfig(transport="ring", **TIGHT, agreed="water_fill", premix=4),
     EPConfig(transport="dense"),
 ]
+
+
+def case_name(settings: EPConfig) -> str:
+    return f"{settings.transport}-{settings.slots}-W{settings.waves}-g{settings.premix}"
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +60,8 @@ def combine(settings, ids, order_weights, valid, buffers, weights):
     """Combined rows; ranks by `order_weights`, so that the result is linear in `weights`."""
     transport, group = make_transport(settings, SHAPE), vmapped.group_of(settings)
     zeros = jnp.zeros((SHAPE.tokens, WIDTH))
+    if settings.slots == "token":  # they travel with the routes, and ranks have no derivative
+        order_weights = weights
     rows, routes = mixed(group, order_weights, zeros, lambda w: vmapped.local_routes(ids, w, valid))
     if group > 1:
         weights = premix._swap(weights, group)
@@ -94,7 +101,7 @@ def inner(first, second) -> float:
     return sum(float(np.sum(np.asarray(a) * np.asarray(b))) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("settings", CASES, ids=lambda s: f"{s.transport}-W{s.waves}-g{s.premix}")
+@pytest.mark.parametrize("settings", CASES, ids=case_name)
 def test_gradients_are_the_transposes(settings):
     routes, x, y, z, _ = given(settings)
     forth, transposes = maps(settings)
@@ -111,7 +118,7 @@ def spoiled(rows, written):
     return np.where(written[..., None], rows, np.choose(kind, [np.nan, 1e30, -np.inf]))
 
 
-@pytest.mark.parametrize("settings", CASES, ids=lambda s: f"{s.transport}-W{s.waves}-g{s.premix}")
+@pytest.mark.parametrize("settings", CASES, ids=case_name)
 def test_rows_nobody_wrote_have_no_part(settings):
     """Whatever experts leave in them, forward and backward, and whatever invalid tokens contain."""
     routes, x, y, z, written = given(settings)
@@ -125,7 +132,7 @@ def test_rows_nobody_wrote_have_no_part(settings):
         assert (np.asarray(gradient)[~held] == 0).all()
 
 
-@pytest.mark.parametrize("settings", CASES, ids=lambda s: f"{s.transport}-W{s.waves}-g{s.premix}")
+@pytest.mark.parametrize("settings", CASES, ids=case_name)
 def test_invalid_tokens_move_nothing(settings):
     routes, x, _, _, written = given(settings)
     forth, _ = maps(settings)

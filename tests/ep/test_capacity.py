@@ -1,5 +1,6 @@
 """Capacities in rows: exact on the host and in int32 on the device, never 0, never more than can occur."""
 
+import dataclasses
 import functools
 import itertools
 from fractions import Fraction
@@ -19,6 +20,7 @@ from ep_jax.ep.capacity import (
     destination_rows,
     expert_rows,
     sender_pool,
+    token_pool,
 )
 from ep_jax.ep.layer import make_transport
 from ep_jax.ep.reference import Policy
@@ -80,6 +82,9 @@ def test_every_capacity_is_the_oracles(sender, receiver, shape, waves, data):
     pool = sender_pool(sender, shape, waves)
     pool_rows = pool.static_rows(shape.tokens)
     assert pool_rows == reference.sender_pool(sizes, policy, shape.tokens)
+    of_tokens = dataclasses.replace(policy, slots="token")
+    tokens = token_pool(sender, shape, waves)
+    assert tokens.static_rows(shape.tokens) == reference.sender_pool(sizes, of_tokens, shape.tokens)
     rows = expert_rows(receiver, shape, waves, pool_rows)
     assert rows.static_rows(everybody) == reference.expert_rows(sizes, policy, everybody)
     slots = cell(sender, shape, waves)
@@ -93,6 +98,7 @@ def test_every_capacity_is_the_oracles(sender, receiver, shape, waves, data):
     for valid in data.draw(st.lists(st.integers(0, shape.tokens), min_size=3, max_size=3)):
         most = -(-valid * shape.most_per_destination // waves)
         assert logical(pool, [valid]) == [at_most(reference.sender_pool(sizes, policy, valid), most)]
+        assert logical(tokens, [valid]) == [at_most(reference.sender_pool(sizes, of_tokens, valid), -(-valid // waves))]
         assert logical(slots, [valid]) == [at_most(reference.cell(sizes, policy, valid), -(-valid // waves))]
     for valid in data.draw(st.lists(st.integers(0, everybody), min_size=3, max_size=3)):
         assert logical(rows, [valid]) == [at_most(reference.expert_rows(sizes, policy, valid), valid)]

@@ -33,6 +33,7 @@ def agreed(transport, **options):
 
 SAFE = [
     *[(SHAPE, pooled(order=order, waves=waves)) for order, waves in (("sequence", 1), ("position", 3))],
+    *[(SHAPE, pooled(order=order, waves=waves, slots="token")) for order, waves in (("sequence", 2), ("position", 1))],
     *[(SHAPE, cells(order=order, waves=waves)) for order, waves in (("sequence", 2), ("position", 1))],
     (SHAPE, cells(order="position", premix=2)),
     (SHAPE, cells(order="sequence", premix=4)),
@@ -42,6 +43,7 @@ SAFE = [
 ]
 UNSAFE = [
     *[(SHAPE, pooled(order=order)) for order in ("choice", "weight")],
+    *[(SHAPE, pooled(order=order, slots="token")) for order in ("choice", "weight")],
     *[(SHAPE, pooled(order=order, receive="pool")) for order in ("sequence", "position")],
     *[(SHAPE, cells(order=order)) for order in ("choice", "weight")],
     *[(SHAPE, pooled(order=order, premix=premix)) for order, premix in (("sequence", 2), ("position", 4))],

@@ -64,6 +64,15 @@ def test_two_all_to_alls_a_wave(waves, schedule):
     assert counts == [2 * waves, 4 * waves, 4 * waves, 6 * waves]
 
 
+@pytest.mark.parametrize("waves", [1, 3])
+def test_slots_of_tokens_add_one_all_to_all_each_way(waves):
+    """It carries ids and weights forward, the weights' gradients back, for all waves."""
+    layer = layer_of(waves=waves, slots="token")
+    counts = [stablehlo(layer).count("stablehlo.all_to_all")]
+    counts += [stablehlo(gradient_of(layer, remat)).count("stablehlo.all_to_all") for remat in REMATS]
+    assert counts == [1 + 2 * waves, 2 + 4 * waves, 2 + 4 * waves, 3 + 6 * waves]
+
+
 def test_the_compiler_keeps_that_number():
     layer = layer_of(waves=1)
     for remat, wanted in (("exchanges", 4), ("full", 6)):
@@ -192,8 +201,11 @@ def row_scatter_adds(jaxpr) -> list:
     return found
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_row_is_scatter_added(transport):
+EACH = [*[dict(transport=name) for name in TRANSPORTS], dict(transport="pooled_wave", slots="token")]
+
+
+@pytest.mark.parametrize("settings", EACH, ids=lambda settings: "-".join(settings.values()))
+def test_no_row_is_scatter_added(settings):
     def loss(rows, weights, w_gate_up, w_down):
         out, _ = routed_experts(
             rows,
@@ -204,7 +216,7 @@ def test_no_row_is_scatter_added(transport):
             w_down,
             sequence_length=SIZES.sequence_length,
             mesh=mesh_of(1, 2, 4),
-            settings=EPConfig(transport=transport),
+            settings=EPConfig(**settings),
         )
         return jnp.sum(out)
 
@@ -224,20 +236,20 @@ def test_a_plain_gather_would_be_found():
 SPLIT_ONLY = ("pooled_wave", "fixed_cell", "ragged")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_production_sizes_trace(transport):
+@pytest.mark.parametrize("settings", EACH, ids=lambda settings: "-".join(settings.values()))
+def test_production_sizes_trace(settings):
     """64 shards, buffers of more than 2^31 elements: shapes and gradients trace, and counters stay int32.
 
     Rows may be equal over the mesh axes other than ep; only where rows or weights are gathered do they differ.
     """
-    axes = AXES if transport in SPLIT_ONLY else ("ep",)
+    axes = AXES if settings["transport"] in SPLIT_ONLY else ("ep",)
     shards, tokens, choices, experts, width, hidden = 64, 32768, 8, 512, 7168, 2048
     mesh = AbstractMesh((1,) * (len(axes) - 1) + (shards,), axes, axis_types=(AxisType.Auto,) * len(axes))
     everything = PartitionSpec("ep")
 
     def local(rows, ids, weights, valid, w_gate_up, w_down):
         out, drops = routed_experts_local(
-            rows, ids, weights, valid, w_gate_up, w_down, sequence_length=4096, settings=EPConfig(transport=transport)
+            rows, ids, weights, valid, w_gate_up, w_down, sequence_length=4096, settings=EPConfig(**settings)
         )
         return out, drops.counts_PE[None]
 

@@ -26,6 +26,7 @@ from tests.ep.ep_cases import Sizes, problem
 SIZES = Sizes()  # 8 shards of two packed rows
 WAVES = EPConfig(sender_factor=0.8, receiver_factor=0.75, order="position", waves=2, emulated_shards=8)
 POOL = EPConfig(sender_factor=0.8, receiver_factor=0.8, order="weight", receive="pool", premix=2, emulated_shards=8)
+TOKENS = EPConfig(sender_factor=0.7, receiver_factor=0.8, slots="token", waves=2, premix=2, emulated_shards=8)
 CELLS = EPConfig(transport="fixed_cell", sender_factor=0.8, order="position", rescale=True, emulated_shards=8)
 RAGGED = EPConfig(transport="ragged", receiver_factor=0.75, waves=2, premix=2, emulated_shards=8)
 # (fsdp, ep), settings: every policy, and every number of devices with pre-mix and without.
@@ -38,6 +39,7 @@ CASES = [
     ((1, 4), POOL),
     ((1, 1), dataclasses.replace(RAGGED, premix=1)),
     ((1, 4), CELLS),
+    ((1, 2), TOKENS),
     ((2, 2), dataclasses.replace(RAGGED, emulated_shards=4)),  # two groups of four shards on two devices each
 ]
 
@@ -50,7 +52,8 @@ def mesh_of(fsdp: int, ep: int):
 
 def case_name(case) -> str:
     (fsdp, ep), settings = case
-    return f"{fsdp}x{ep}-{settings.transport}-W{settings.waves}-g{settings.premix}-S{settings.emulated_shards}"
+    policy = f"{settings.transport}-{settings.slots}-W{settings.waves}-g{settings.premix}"
+    return f"{fsdp}x{ep}-{policy}-S{settings.emulated_shards}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)

@@ -305,8 +305,8 @@ def test_sequential_waves_wait_for_each_other():
 def test_no_row_is_scatter_added_and_production_sizes_trace(monkeypatch):
     """The checks of test_collectives, for this payload."""
     monkeypatch.setattr(test_collectives, "EPConfig", functools.partial(EPConfig, payload="float8_e4m3"))
-    test_collectives.test_no_row_is_scatter_added("pooled_wave")
-    test_collectives.test_production_sizes_trace("pooled_wave")
+    test_collectives.test_no_row_is_scatter_added(dict(transport="pooled_wave"))
+    test_collectives.test_production_sizes_trace(dict(transport="pooled_wave"))
 
 
 # --- settings and the planner -----------------------------------------------------------------------------------------
@@ -327,6 +327,12 @@ def test_other_transports_refuse_it_in_one_line(transport):
     )
     with pytest.raises(ConfigError, match=message):
         EPConfig(transport=transport, payload="float8_e4m3")
+
+
+def test_slots_of_tokens_refuse_it_in_one_line():
+    message = r"^ep.slots = 'token': such rows go as they are, .* is 'float8_e4m3'; allowed is assignment, or payload"
+    with pytest.raises(ConfigError, match=message):
+        EPConfig(slots="token", payload="float8_e4m3")
 
 
 def test_the_planner_counts_bytes():

@@ -117,6 +117,7 @@ def spoil_slots_and_tails(monkeypatch):
 
 POOLED_TIGHT = EPConfig(sender_factor=1.15, receiver_factor=0.5, waves=2)
 POOL_TIGHT = EPConfig(sender_factor=1.15, receiver_factor=0.5, receive="pool", order="choice", premix=2)
+TOKENS_TIGHT = EPConfig(sender_factor=0.9, receiver_factor=0.5, slots="token", receive="pool", waves=2)
 RAGGED_TIGHT = EPConfig(transport="ragged", receiver_factor=0.5, waves=2)
 ROWWISE_TIGHT = EPConfig(transport="rowwise", receiver_factor=0.5, agreed="tail")
 RING_TIGHT = EPConfig(transport="ring", receiver_factor=0.5, agreed="water_fill")
@@ -133,12 +134,13 @@ def clean_results(settings):
     [
         (POOLED_TIGHT, spoil_slots),
         (POOL_TIGHT, spoil_slots_and_tails),
+        (TOKENS_TIGHT, spoil_slots_and_tails),
         (RAGGED_TIGHT, spoil_greedy),
         (RAGGED_TIGHT, spoil_sloppy),
         (ROWWISE_TIGHT, spoil_tails),
         (RING_TIGHT, spoil_tails),
     ],
-    ids=["pooled_wave", "pooled_wave-pool", "ragged-greedy", "ragged-sloppy", "rowwise", "ring"],
+    ids=["pooled_wave", "pooled_wave-pool", "pooled_wave-token", "ragged-greedy", "ragged-sloppy", "rowwise", "ring"],
 )
 def test_garbage_in_rows_nobody_wrote_changes_nothing(monkeypatch, settings, spoil_all):
     clean = clean_results(settings)

@@ -35,6 +35,15 @@ POLICIES = [
             ("weight", "pool", 3),
         )
     ],
+    *[
+        EPConfig(**TIGHT, slots="token", order=order, receive=receive, waves=waves, premix=premix)
+        for order, receive, waves, premix in (
+            ("sequence", "pool", 2, 1),
+            ("position", "expert", 3, 2),
+            ("choice", "expert", 1, 1),
+            ("weight", "pool", 2, 1),
+        )
+    ],
     EPConfig(**TIGHT, order="position", waves=2, premix=2),
     EPConfig(**TIGHT, order="weight", receive="pool", premix=4),
     *[EPConfig(transport="fixed_cell", **TIGHT, order=o, waves=w) for o, w in (("sequence", 3), ("weight", 1))],
@@ -55,7 +64,7 @@ POLICIES = [
 
 
 def case_name(settings: EPConfig) -> str:
-    policies = [getattr(settings, name) for name in ("order", "receive", "agreed") if name in settings.used]
+    policies = [getattr(settings, name) for name in ("order", "slots", "receive", "agreed") if name in settings.used]
     return "-".join([settings.transport, *policies, f"W{settings.waves}-g{settings.premix}"])
 
 
@@ -80,17 +89,17 @@ def ranked(settings: EPConfig, ids, weights, valid, fate) -> list[Sent]:
                 "choice": (choice, token % LENGTH, place),
                 "weight": (-weights[home, token, choice], place, choice),
             }[settings.order if "order" in settings.used else "sequence"]
-            moved.append((source, key, int(ids[home, token, choice]), int(fate[home, token, choice])))
-    rank, sent = collections.Counter(), []
-    for source, _, expert, what in sorted(moved):
+            moved.append((source, key, int(ids[home, token, choice]), int(fate[home, token, choice]), place))
+    in_line, sent = collections.defaultdict(dict), []
+    for nth, (source, _, expert, what, place) in enumerate(sorted(moved)):
         destination = expert // SHAPE.local_experts
-        pool = (source, expert if settings.transport == "fixed_cell" else destination)
-        wave, slot = rank[pool] % settings.waves, rank[pool] // settings.waves
+        pool = in_line[source, expert if settings.transport == "fixed_cell" else destination]
+        rank = pool.setdefault(place if settings.slots == "token" else nth, len(pool))
+        wave, slot = rank % settings.waves, rank // settings.waves
         if "agreed" in settings.used:
-            wave, slot = expert % SHAPE.local_experts // Receivers(settings, SHAPE).group, rank[pool]
+            wave, slot = expert % SHAPE.local_experts // Receivers(settings, SHAPE).group, rank
         sent.append(Sent(source, destination, wave, slot, expert, what))
-        rank[pool] += 1
-    return sent
+    return sorted(sent, key=lambda a: (a.slot, a.wave)) if settings.slots == "token" else sent
 
 
 def overflow(counts, limit) -> int:
@@ -117,6 +126,8 @@ def wanted_drops(settings: EPConfig, sent: list[Sent]) -> dict[int, int]:
         return {SENDER: 0, RECEIVER: overflow(pools, rows)}
     pools = collections.Counter((a.source, a.destination, a.wave) for a in sent)
     dropped = overflow(pools, lambda pool: reference.sender_pool(SIZES, policy, per_source[pool[0]]))
+    if settings.slots == "token":
+        dropped = sum(a.slot >= reference.sender_pool(SIZES, policy, per_source[a.source]) for a in sent)
     through = [a for a in sent if a.fate != SENDER]
     rows = reference.expert_rows(SIZES, policy, total)
     if settings.receive == "expert":
@@ -187,7 +198,7 @@ FACTOR = st.integers(1, 60).map(lambda twentieths: twentieths / 20)
 )
 def test_more_capacity_never_drops_more(settings, seed, less, more, documents):
     routes = vmapped.draw_routes(seed, SHAPE, 1.0, documents)
-    names = ("transport", "order", "receive", "agreed", "waves", "premix")
+    names = ("transport", "order", "slots", "receive", "agreed", "waves", "premix")
     policy = {name: getattr(settings, name) for name in names}
     more = tuple(max(pair) for pair in zip(less, more, strict=True))
     drops = {

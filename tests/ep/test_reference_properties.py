@@ -24,6 +24,10 @@ LEGAL = (
         {"transport": "pooled_wave", "order": order, "receive": receive, "waves": waves, "premix": premix}
         for order, receive, waves, premix in itertools.product(ORDERS, ("expert", "pool"), (1, 3), (1, 2))
     ]
+    + [
+        {"transport": "pooled_wave", "slots": "token", "order": order, "receive": receive, "waves": waves}
+        for order, receive, waves in itertools.product(ORDERS, ("expert", "pool"), (1, 3))
+    ]
     + [{"transport": "fixed_cell", "order": order, "waves": waves} for order in ORDERS for waves in (1, 2)]
     + [
         {"transport": transport, "agreed": agreed, "waves": waves, "premix": premix}

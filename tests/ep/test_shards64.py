@@ -26,6 +26,8 @@ CASES = [
     EPConfig(waves=2, sender_factor=0.8, receiver_factor=0.6, order="choice", receive="pool"),
     EPConfig(waves=1, sender_factor=1.0, receiver_factor=0.4, order="weight", receive="pool", premix=4),
     EPConfig(waves=2, sender_factor=1000.0, receiver_factor=1000.0, order="position"),
+    EPConfig(slots="token", waves=3, sender_factor=0.9, receiver_factor=0.6, order="position"),
+    EPConfig(slots="token", sender_factor=0.8, receiver_factor=0.4, order="weight", receive="pool", premix=4),
     EPConfig(transport="fixed_cell", waves=2, sender_factor=1.0, order="choice"),
     EPConfig(transport="fixed_cell", waves=1, sender_factor=2.0, order="position", premix=8),
     EPConfig(transport="ragged", receiver_factor=0.8),
@@ -42,7 +44,7 @@ def on_one_device(monkeypatch):
 
 
 def case_name(settings: EPConfig) -> str:
-    policies = [getattr(settings, name) for name in ("order", "receive", "agreed") if name in settings.used]
+    policies = [getattr(settings, name) for name in ("order", "slots", "receive", "agreed") if name in settings.used]
     return "-".join([settings.transport, *policies, f"W{settings.waves}-g{settings.premix}"])
 
 

@@ -23,6 +23,9 @@ def policies():
     for order, receive in itertools.product(ORDERS, ("expert", "pool")):
         _, waves, premix = next(variant)
         yield dict(transport="pooled_wave", order=order, receive=receive, waves=waves, premix=premix)
+    for order, receive in zip(ORDERS, ("expert", "pool", "pool", "expert"), strict=True):
+        _, waves, premix = next(variant)
+        yield dict(transport="pooled_wave", slots="token", order=order, receive=receive, waves=waves, premix=premix)
     for order in ORDERS:
         _, waves, premix = next(variant)
         yield dict(transport="fixed_cell", order=order, waves=waves, premix=premix)

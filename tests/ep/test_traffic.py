@@ -23,6 +23,8 @@ SHAPE = LayerShape(SHARDS, EXPERTS, CHOICES, TOKENS)
 CASES = [
     EPConfig(transport="pooled_wave", waves=3),
     EPConfig(transport="pooled_wave", order="weight", receive="pool", premix=4),
+    EPConfig(transport="pooled_wave", slots="token", waves=2),
+    EPConfig(transport="pooled_wave", slots="token", order="weight", receive="pool", premix=2),
     EPConfig(transport="fixed_cell", waves=2, premix=2),
     EPConfig(transport="ragged", waves=2, updates_per_cell=3),
     EPConfig(transport="ragged", agreed="tail", premix=2),
@@ -35,7 +37,7 @@ ITEMSIZE = {"i1": 1, "i8": 1, "i32": 4, "bf16": 2, "f32": 4}
 
 
 def case_name(settings: EPConfig) -> str:
-    return f"{settings.transport}-W{settings.waves}-premix{settings.premix}"
+    return f"{settings.transport}-{settings.slots}-W{settings.waves}-premix{settings.premix}"
 
 
 def layer(settings: EPConfig):
@@ -151,6 +153,18 @@ def test_pooled_wave_by_hand():
     # P = 1.15 * 8 * 4096 / 64 = 588.8 -> 589 slots; their ids and flags fit one lane each, 589 / 512 -> 2 header rows.
     found = traffic(EPConfig(), HERO, Widths(512, 256))
     assert found == (2 * 63 * 591 * 1024, 2 * 63 * 591 * 1024)
+
+
+def test_slots_of_tokens_by_hand():
+    # A shard has 6 of 384 experts, so 0.1194.. of tokens with 8 choices choose it, 0.12 in thousandths: 1.15 * 0.12 *
+    # 4096 = 565.2 -> 566 slots of up to 6 assignments, 8 bytes each. A number of 6 flags fits one lane: 2 header rows.
+    told = 63 * 566 * 6 * 8
+    found = traffic(EPConfig(slots="token"), HERO, Widths(512, 256))
+    assert found == (63 * (566 + 568) * 1024 + told, 63 * (566 + 568) * 1024 + told)
+    # 2 shards of 32 experts: nearly every token chooses both, and P is all 4,096 instead of 1.15 * 4 * 4096.
+    pair = LayerShape(num_shards=2, num_experts=64, experts_per_token=8, tokens=4096)
+    rows = [traffic(EPConfig(slots=slots), pair, Widths(2048, 256)).forward_bytes for slots in ("assignment", "token")]
+    assert 0.215 < rows[1] / rows[0] < 0.225
 
 
 def test_ragged_and_rowwise_move_balanced_rows():

@@ -4,6 +4,7 @@ Each case is one compiled program (mesh, settings) that is run on every routing.
 full product; `test_cases_cover` says which pairs are in it. Factor WORST is large enough that nothing can drop.
 """
 
+import dataclasses
 import itertools
 
 import jax
@@ -26,8 +27,9 @@ def case(replica, fsdp, ep, transport, **settings):
     return (replica, fsdp, ep), EPConfig(transport=transport, **settings)
 
 
-def pooled(mesh, waves, sender, receiver, order, receive, schedule, rescale, premix=1):
+def pooled(mesh, waves, sender, receiver, order, receive, schedule, rescale, premix=1, slots="assignment"):
     settings = dict(waves=waves, sender_factor=sender, receiver_factor=receiver, order=order, receive=receive)
+    settings |= dict(slots=slots)
     return case(*mesh, "pooled_wave", **settings, schedule=schedule, rescale=rescale, premix=premix)
 
 
@@ -54,6 +56,11 @@ CASES = [
     pooled((1, 8, 1), 3, 0.8, WORST, "sequence", "pool", "sequential", False),
     pooled((1, 2, 4), 3, 1.0, 0.25, "sequence", "expert", "overlapped", False),
     pooled((2, 2, 2), 3, WORST, 0.8, "choice", "expert", "sequential", True),
+    pooled((1, 2, 4), 1, 0.8, WORST, "sequence", "expert", "sequential", True, slots="token"),
+    pooled((1, 1, 8), 2, 0.8, 0.8, "position", "pool", "overlapped", False, premix=4, slots="token"),
+    pooled((2, 2, 2), 3, 0.25, 1.0, "weight", "expert", "sequential", True, slots="token"),
+    pooled((1, 4, 2), 1, 1.0, 0.25, "choice", "pool", "sequential", False, premix=2, slots="token"),
+    pooled((1, 8, 1), 2, WORST, 0.8, "weight", "pool", "overlapped", False, slots="token"),
     cells((1, 1, 8), 1, 0.8, "position", "sequential", False),
     cells((1, 2, 4), 3, 1.0, "sequence", "overlapped", True),
     cells((2, 2, 2), 2, 0.25, "choice", "sequential", False, premix=2),
@@ -84,7 +91,7 @@ LIMITED = ("pooled_wave", "fixed_cell", "ragged", "rowwise", "ring")
 
 def case_name(case) -> str:
     mesh, settings = case
-    policies = [getattr(settings, name) for name in ("order", "receive", "agreed") if name in settings.used]
+    policies = [getattr(settings, name) for name in ("order", "slots", "receive", "agreed") if name in settings.used]
     return "-".join(["x".join(map(str, mesh)), settings.transport, *policies, f"W{settings.waves}-g{settings.premix}"])
 
 
@@ -99,6 +106,15 @@ def test_cases_cover():
     pooled_cases = of["pooled_wave"]
     assert {(s.order, s.receive) for s in pooled_cases} == set(itertools.product(ORDERS, RECEIVES))
     assert {(s.waves, s.sender_factor) for s in pooled_cases} == set(itertools.product((1, 2, 3), FACTORS))
+    tokens = [s for s in pooled_cases if s.slots == "token"]
+    assert {s.order for s in tokens} == set(ORDERS)
+    assert {s.receive for s in tokens} == set(RECEIVES)
+    assert {(mesh[2], s.rescale) for mesh, s in CASES if s.slots == "token"} >= {
+        (8, False),
+        (4, True),
+        (2, True),
+        (2, False),
+    }
     for names in itertools.combinations(("receive", "schedule", "rescale"), 2):
         assert len({tuple(getattr(s, name) for name in names) for s in pooled_cases}) == 4
     assert {s.order for s in of["fixed_cell"]} == set(ORDERS)
@@ -180,6 +196,7 @@ def test_uneven_counts_and_idle_experts(transport):
 
 TIGHT = {
     "pooled_wave": EPConfig(sender_factor=0.8, receiver_factor=0.75, waves=2, rescale=True),
+    "slots of tokens": EPConfig(sender_factor=0.8, receiver_factor=0.75, waves=2, slots="token"),
     "ragged": EPConfig(transport="ragged", receiver_factor=0.75),
     "ring": EPConfig(transport="ring", receiver_factor=0.75, agreed="tail", premix=2),
 }
@@ -217,10 +234,13 @@ def moved(given, name, index, shift):
     return given._replace(**{name: array})
 
 
-@pytest.mark.parametrize("transport", LIMITED)
-def test_bfloat16(transport):
+@pytest.mark.parametrize(
+    ("transport", "slots"), [*[(name, "assignment") for name in LIMITED], ("pooled_wave", "token")]
+)
+def test_bfloat16(transport, slots):
     waves, premix = (1, 4) if transport == "ring" else (2, 1)
     settings = EPConfig(transport=transport, sender_factor=0.8, receiver_factor=0.8, waves=waves, premix=premix)
+    settings = dataclasses.replace(settings, slots=slots)
     given = problem(ep_cases.by_document, SIZES, dtype=jnp.bfloat16)
     result = ep_cases.program(settings, mesh_of(1, 2, 4), SIZES.sequence_length)(*given)
     assert result[0][1][0].dtype == jnp.bfloat16

@@ -73,6 +73,30 @@ def test_gradient_sums_over_places_and_reads_no_unused_row(ops, repeats):
         np.testing.assert_allclose(pull(jnp.asarray(gradient))[0], wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_sums_of_moved_rows_are_the_adjoint(ops):
+    """Each row goes to one output row or none; neither rows nor gradients of the latter are looked at."""
+    rng = np.random.default_rng(2)
+    num_rows, num_out, choices, width = 11, 6, 3, 24
+    source = np.full(num_rows, -1, np.int32)
+    places = np.full((num_out, choices), -1, np.int32)
+    for n in range(num_rows - 3):
+        m = n % (num_out - 1)  # the last output row takes nothing
+        source[n] = m
+        places[m, np.flatnonzero(places[m] < 0)[0]] = n
+    rows = rng.standard_normal((num_rows, width)).astype(np.float32)
+    rows[source < 0] = np.nan
+    gradient = rng.standard_normal((num_out, width)).astype(np.float32)
+    gradient[-1] = np.nan
+    wanted = np.zeros((num_out, width))
+    for n, m in enumerate(source):
+        if m >= 0:
+            wanted[m] += rows[n].astype(np.float64)
+    for sum_rows in (ops.gather_rows.sum_moved_rows, reference.sum_moved_rows):
+        out, pull = jax.vjp(lambda x, add=sum_rows: add(x, jnp.asarray(places), jnp.asarray(source)), jnp.asarray(rows))
+        np.testing.assert_allclose(out, wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(pull(jnp.asarray(gradient))[0], gathered(gradient, source))
+
+
 @pytest.mark.parametrize(("width", "dtype"), [(12, "bfloat16"), (16, "int8")])
 def test_other_rows_are_refused(ops, width, dtype):
     with pytest.raises(NotImplementedError, match="multiples of 8"):

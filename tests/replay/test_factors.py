@@ -19,6 +19,7 @@ RECEIVERS = ((0.6, 1.0, 3.0), (0.8, 1.1, 2.0), (0.5, 1.25, 1.5), (0.9, 1.0, 1.1)
 POLICIES = (
     dict(transport="pooled_wave", order="position"),
     dict(transport="pooled_wave", order="weight", receive="pool", waves=3, premix=2),
+    dict(transport="pooled_wave", slots="token", order="choice", receive="pool", waves=2),
     dict(transport="fixed_cell", order="choice", waves=2),
     dict(transport="ragged", agreed="round_robin", waves=2),
     dict(transport="ring", agreed="water_fill", premix=4),

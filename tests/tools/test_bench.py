@@ -250,6 +250,16 @@ def test_any_setting_of_the_protocol_makes_variants():
     assert label(found[1], names) == "pooled_wave s1.03 r1.03 premix 2 rescale True"
 
 
+def test_tokens_in_slots_cross_once(tmp_path):
+    out = tmp_path / "layer.json"
+    argv = ["layer", "--shapes", "toy", "--devices", "2", "--ep", "slots=assignment,token", "--iterations", "2"]
+    assert main([*argv, "--sender", "9", "--receiver", "9", "--dtype", "float32", "--out", str(out)]) == 0
+    assignments, tokens = json.loads(out.read_text())["results"]
+    assert assignments["drop_rate"] == tokens["drop_rate"] == 0
+    assert max(tokens["relative_error"], tokens["relative_error_of_gradients"]) < 1e-5
+    assert tokens["limit_ms"]["both"] < assignments["limit_ms"]["both"]  # fewer bytes, the same products
+
+
 def test_the_stock_recipe_runs_first_and_others_are_compared_with_it(tmp_path, capsys):
     out = tmp_path / "layer.json"
     argv = ["layer", "--shapes", "toy", "--devices", "2", "--transport", "pooled_wave,stock", "--iterations", "2"]

@@ -12,6 +12,8 @@ import pytest
 
 from ep_jax.cli import split_args
 from ep_jax.config import load
+from ep_jax.ep import EPConfig
+from ep_jax.ep.capacity import LayerShape
 from ep_jax.exits import REFUSED
 from ep_jax.fields import ConfigError
 from ep_jax.model.transformer import parameter_kinds
@@ -343,6 +345,16 @@ def test_every_transport_plans_on_every_hardware(name, transport, capsys):
     assert max(map(len, out.splitlines())) <= 100
     assert load_hardware(name).name in out
     assert ("rowwise: planned as" in out) == (transport in ("rowwise", "auto"))
+
+
+def test_slots_of_tokens_need_smaller_buffers():
+    """Two shards and 8 choices: a pool of all tokens instead of 1.15 times four assignments of each."""
+    shape = LayerShape(num_shards=2, num_experts=64, experts_per_token=8, tokens=4096)
+    assignments, tokens = (wave_rows(EPConfig(slots=slots), shape, 1024) for slots in ("assignment", "token"))
+    assert tokens.sent == tokens.received == 2 * 4096
+    assert tokens.returned == 2 * (4096 + 4)  # 8 flags fit one lane of a slot
+    assert assignments.sent > 4.5 * tokens.sent
+    assert assignments.experts == tokens.experts
 
 
 def test_auto_is_planned_as_it_would_be_chosen():

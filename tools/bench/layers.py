@@ -130,8 +130,9 @@ def _variants(arguments: argparse.Namespace, problem: Any, rates: Any) -> Iterat
             continue
         row |= result.as_json() | {"ceilings": rates.as_json(), "limit_ms": {}, "achieved": {}}
         shards, experts = problem.mesh.size, shape.num_experts(problem.mesh.size)
-        once = settings["transport"] == "rowwise" and once_per_peer(
-            LayerShape(shards, experts, shape.choices, shape.tokens), experts // shards
+        once = settings.get("slots") == "token" or (
+            settings["transport"] == "rowwise"
+            and once_per_peer(LayerShape(shards, experts, shape.choices, shape.tokens), experts // shards)
         )
         for way, times, backward in (("forward", result.forward, False), ("both", result.both, True)):
             work = work_of(result, problem, backward=backward, once_per_peer=once)
