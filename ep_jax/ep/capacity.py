@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ep_jax.fields import ConfigError
 
 INT32_LIMIT = 2**31
+TOKEN_RATES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,9 @@ class LayerShape:
 
     @property
     def visiting_share(self) -> Fraction:
-        """Of tokens that choose any expert of one shard, expected under uniform routing, rounded up to thousandths."""
+        """Of tokens that choose any expert of one shard, expected under uniform routing."""
         missed = math.comb(self.num_experts - self.local_experts, self.experts_per_token)
-        chosen = 1 - Fraction(missed, math.comb(self.num_experts, self.experts_per_token))
-        return Fraction(math.ceil(1000 * chosen), 1000)
+        return 1 - Fraction(missed, math.comb(self.num_experts, self.experts_per_token))
 
     def crossing_share(self, experts: int) -> float:
         """Tokens that choose any of `experts` experts, over their assignments to these, expected under uniform routing:
@@ -86,13 +86,14 @@ def sender_pool(factor: float, shape: LayerShape, waves: int) -> Capacity:
 
 
 def token_pool(factor: float, shape: LayerShape, waves: int) -> Capacity:
-    """P where a slot holds a token, as a function of v: ceil(cs*p*v / W), at most ceil(T / W).
+    """P where a slot holds a token, as a function of v: ceil(r*v / W), at most ceil(T / W).
 
-    p is the share of tokens that choose a shard under uniform routing, rounded up to thousandths.
+    r is cs*p rounded up to a multiple of 1/1024, so that any factor fits int32; p is the share of tokens that choose a
+    shard under uniform routing.
     """
     share = shape.visiting_share
-    rate = _fraction("ep.sender_factor", factor, 1 / share) * share / waves
-    return _capacity("ep.sender_factor", factor, rate, -(-shape.tokens // waves))
+    rate = math.ceil(TOKEN_RATES * _fraction("ep.sender_factor", factor, 1 / share) * share)
+    return _capacity("ep.sender_factor", factor, Fraction(rate, TOKEN_RATES) / waves, -(-shape.tokens // waves))
 
 
 def cell(factor: float, shape: LayerShape, waves: int) -> Capacity:

@@ -50,7 +50,7 @@ class Transport(Protocol):
     """How rows reach their experts and come back; one file each, swappable between runs.
 
     Its plan says at least where each assignment lies among the rows that come back (`place_TK`, -1 when it was not
-    sent), the inverse (`assignment_Q`) and which assignments the sender did not drop (`sent_TK`).
+    sent), the inverse and which assignments the sender did not drop (`sent_TK`).
     """
 
     @property

@@ -169,7 +169,7 @@ class Pooled(ReturnsRows):
         by_expert = held_CH.reshape(self.shape.local_experts, self.expert_rows, -1)
         return CapacityRows(by_expert, sizes_e, self.balanced_rows)
 
-    def _send_back(self, rows_QH: jax.Array) -> jax.Array:
+    def _to_peers(self, rows_QH: jax.Array) -> jax.Array:
         """Rows in slots to the peers that the slots are of."""
         by_peer = rows_QH.reshape(self.shape.num_shards, self.pool_rows, -1)
         return exchange(by_peer).reshape(rows_QH.shape)
@@ -244,7 +244,7 @@ class PooledWave(Pooled):
         rows = float8.quantize(rows_TH, layout.by_row(token_Q))
         rows, arrival = self._exchange(layout, numbers_SP, rows, expert_limit)
         row_C, held_Q = layout.rows_of(arrival.slot_C), arrival.row_SP.reshape(-1)
-        return float8.place(rows_TH, rows, row_C, held_Q, places_TK, self._send_back), arrival
+        return float8.place(rows_TH, rows, row_C, held_Q, places_TK, self._to_peers), arrival
 
     def _exchange(
         self, layout: Layout | Float8Layout, numbers_SP: jax.Array, rows: Any, expert_limit: jax.Array

@@ -145,18 +145,19 @@ def capacity(factor: float, count: int | Fraction, parts: int, at_most: int) -> 
 def sender_pool(sizes: Sizes, policy: Policy, valid_tokens: int) -> int:
     """P: slots per (source, destination, wave). valid_tokens of the shard give the limit, T gives the buffer."""
     if policy.slots == "token":
-        at_most = ceil_div(sizes.tokens, policy.waves)
-        return capacity(policy.sender_factor, visiting_share(sizes) * valid_tokens, policy.waves, at_most)
+        share = Fraction(repr(float(policy.sender_factor))) * visiting_share(sizes)
+        rate = Fraction(ceil_div(1024 * share, 1), 1024)
+        return capacity(1.0, rate * valid_tokens, policy.waves, ceil_div(sizes.tokens, policy.waves))
     at_most = ceil_div(sizes.tokens * min(sizes.choices, sizes.local_experts), policy.waves)
     return capacity(policy.sender_factor, sizes.choices * valid_tokens, sizes.shards * policy.waves, at_most)
 
 
 def visiting_share(sizes: Sizes) -> Fraction:
-    """Of tokens that choose an expert of one shard when all choices are equally likely, rounded up to thousandths."""
+    """Of tokens that choose an expert of one shard when all choices are equally likely."""
     elsewhere = Fraction(1)
     for choice in range(sizes.choices):  # each choice misses the shard, of the experts that are left
         elsewhere *= Fraction(sizes.experts - sizes.local_experts - choice, sizes.experts - choice)
-    return Fraction(ceil_div(1000 * (1 - elsewhere), 1), 1000)
+    return 1 - elsewhere
 
 
 def cell(sizes: Sizes, policy: Policy, valid_tokens: int) -> int:

@@ -72,6 +72,17 @@ def test_rows_stop_at_what_can_occur():
     assert [capacity.static_rows(count) for count in (0, 200)] == [1, 229]
 
 
+def test_pools_of_tokens_take_every_factor():
+    """However many decimals it and the share of tokens that choose a shard have."""
+    for shards, experts, choices, waves in itertools.product((1, 2, 8, 64), (64, 384, 512), (1, 2, 8, 10), (1, 3, 8)):
+        shape = LayerShape(shards, experts, choices, 4096)
+        for factor in (0.5, 1.03, 1.15, 1.3333, 1000.0):
+            pool = token_pool(factor, shape, waves)
+            wanted = min(1.0, factor * float(shape.visiting_share)) * 4096 / waves
+            assert wanted <= pool.static_rows(4096) <= wanted * (1 + 1e-12) + 4096 / 1024 / waves + 1
+            assert logical(pool, [4096]) == [pool.static_rows(4096)]
+
+
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(DECIMAL_FACTORS, DECIMAL_FACTORS, SHAPES, st.integers(1, 5), st.data())
 def test_every_capacity_is_the_oracles(sender, receiver, shape, waves, data):

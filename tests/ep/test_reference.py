@@ -69,8 +69,8 @@ def test_sender_pool():
 def test_sender_pool_of_tokens():
     sizes = Sizes(shards=2, tokens=12, choices=2, experts=8)
     policy = {"transport": "pooled_wave", "slots": "token"}
-    # Both choices miss a shard in 4 * 3 of 8 * 7 cases; 1 - 12 / 56 = 0.7857.. -> 0.786. 1.15 * 0.786 * 12 = 10.85,
-    # of 5 valid tokens 4.52, in 3 waves 3.62. A token takes one slot: 12, 12 / 5 = 2.4 in each of 5 waves.
+    # Both choices miss a shard in 4 * 3 of 8 * 7 cases; 1.15 * (1 - 12 / 56) = 0.9036 -> 926 / 1024. Of 12 tokens 10.85,
+    # of 5 valid ones 4.52, in 3 waves 3.62. A token takes one slot: 12, 12 / 5 = 2.4 in each of 5 waves.
     assert reference.sender_pool(sizes, Policy(**policy), 12) == 11
     assert reference.sender_pool(sizes, Policy(**policy), 5) == 5
     assert reference.sender_pool(sizes, Policy(**policy, waves=3), 12) == 4
@@ -92,7 +92,7 @@ def test_a_slot_holds_all_that_a_token_chose_on_a_shard(order, fates, slots):
     ids[0] = [[0, 2], [0, 1], [2, 3], [1, 0]]
     weights[0] = [[0.1, 0.9], [0.2, 0.3], [0.5, 0.5], [0.25, 0.8]]
     valid = np.array([[True] * 4, [False] * 4])
-    # 1 - 1 / 6 -> 0.834 of 4 tokens, half of that in slots: 1.67 -> 2.
+    # 1 - 1 / 6 of 4 tokens, half of that in slots: 427 / 1024 * 4 = 1.67 -> 2.
     policy = Policy(transport="pooled_wave", slots="token", order=order, sender_factor=0.5, receiver_factor=PLENTY)
     found = reference.fates(ids.astype(int), weights, valid, num_experts=4, sequence_length=4, policy=policy)
     assert found.fate[0].tolist() == fates

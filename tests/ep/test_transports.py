@@ -15,6 +15,7 @@ import pytest
 from ep_jax.ep import EPConfig
 from ep_jax.ep.reference import KEPT, RECEIVER, SENDER
 from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES
+from ep_jax.fields import ConfigError
 from tests.ep import ep_cases
 from tests.ep.ep_cases import Sizes, mesh_of, problem
 
@@ -248,3 +249,19 @@ def test_bfloat16(transport, slots):
     # Rows are rounded to 8 bits three times on their way; sums between are in float32.
     bound = 3 * 2.0**-8
     ep_cases.check_answer(result, ep_cases.oracle(given, settings, 4, SIZES.sequence_length), bound, bound)
+
+
+# --- slots of tokens: how much a slot may hold ------------------------------------------------------------------------
+
+
+def test_a_slot_has_flags_for_31_assignments():
+    """Every choice of every token on its one shard: the last flag of a slot is in use, and one more is refused."""
+    sizes = Sizes(tokens=8, choices=31, experts=32)
+    settings = EPConfig(slots="token", sender_factor=2.0, receiver_factor=2.0)
+    given = problem(ep_cases.uniform, sizes)
+    result = ep_cases.program(settings, mesh_of(1, 8, 1), sizes.sequence_length)(*given)
+    ep_cases.check_answer(result, ep_cases.oracle(given, settings, 1, sizes.sequence_length))
+    assert (np.asarray(result[0][1][1].fate_TK) == KEPT).all()
+    wider = dataclasses.replace(sizes, choices=32)
+    with pytest.raises(ConfigError, match="^ep.slots = 'token': a token may choose 32 experts of one shard.* up to 31"):
+        ep_cases.program(settings, mesh_of(1, 8, 1), 8)(*problem(ep_cases.uniform, wider))

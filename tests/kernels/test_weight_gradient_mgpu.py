@@ -9,7 +9,7 @@ import pytest
 from ep_jax_kernels.gather_rows import reference
 from ep_jax_kernels.grouped_matmul.tiles import capacity_groups, ragged_groups
 from ep_jax_kernels.weight_gradient_mgpu import op
-from ep_jax_kernels.weight_gradient_mgpu.kernel import Launch
+from ep_jax_kernels.weight_gradient_mgpu.kernel import CLUSTER, Launch
 from ep_jax_kernels.weight_gradient_mgpu.plan import EDGE_ROWS, STEP_ROWS, plan_steps
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,7 +24,7 @@ SMALL = Launch(block_n=128, stages=3, group=3)
 @pytest.fixture
 def interpreted(monkeypatch):
     """A GPU of one cluster, whose rows are gathered by plain JAX."""
-    monkeypatch.setattr(op, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(op, "multiprocessors", lambda: CLUSTER)
     monkeypatch.setattr(op, "gather_rows", reference.gather_rows)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         yield
@@ -59,6 +59,33 @@ def test_ragged_rows(sizes):
 @pytest.mark.usefixtures("interpreted")
 def test_capacity_rows_skip_unwritten_tails():
     check(capacity_groups(jnp.array(SIZES, jnp.int32), CAPACITY_ROWS), len(SIZES) * CAPACITY_ROWS)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_clusters_share_the_tiles_and_one_may_have_none(monkeypatch):
+    """Three experts of one tile each for two clusters, which take two and one; then one tile for both."""
+    monkeypatch.setattr(op, "multiprocessors", lambda: 2 * CLUSTER)
+    wide = Launch(block_n=256, stages=2)
+    for sizes in ([70, 0, 3], [100]):
+        groups = ragged_groups(jnp.array(sizes, jnp.int32))
+        rows, d_out, wanted = problem(groups, 128)
+        found = jax.jit(functools.partial(op.weight_product, dtype=jnp.bfloat16, launch=wide))(rows, d_out, groups)
+        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-8, atol=1e-4)
+
+
+def test_outputs_vary_over_the_mesh_axes_of_the_inputs(monkeypatch):
+    monkeypatch.setattr(op, "gather_rows", reference.gather_rows)
+    mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def local(rows, d_out, sizes):
+        out = op.weight_product(rows, d_out, ragged_groups(sizes), jnp.bfloat16)
+        assert sorted(jax.typeof(out).manual_axis_type.varying) == ["ep"]
+        return out
+
+    split = jax.sharding.PartitionSpec("ep")
+    shapes = ((4 * 64, 256), jnp.bfloat16), ((4 * 64, 512), jnp.bfloat16), ((4 * 2,), jnp.int32)
+    over_mesh = jax.shard_map(local, mesh=mesh, in_specs=(split,) * 3, out_specs=split)
+    assert jax.eval_shape(over_mesh, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)).shape == (8, 256, 512)
 
 
 def test_steps_and_edges_hold_every_owned_row_once_and_no_other():

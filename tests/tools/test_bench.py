@@ -72,6 +72,8 @@ def test_spread_is_of_the_calls():
     [
         ("ncclDevKernel_SendRecv", "exchange"),
         ("nvjet_sm90_tst_256x128", "matmul"),
+        ("grouped_weight_gradient_kernel", "matmul"),
+        ("weight_gradient_mosaic_gpu_kernel", "matmul"),
         ("input_concatenate_fusion", "copy"),
         ("MemcpyD2D", "copy"),
         ("input_scatter_fusion", "gather"),

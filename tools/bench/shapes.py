@@ -2,11 +2,11 @@
 
 Letters: S ep shards, T tokens per shard, H row width, F expert hidden width, E experts, K choices.
 
-A, B and C are those on which other stacks were measured on the same boxes; "hero" is what one GPU of the published
-535-billion-parameter run holds (6 of its 384 experts), with the tokens of one wave. "few1" and "few2" have 1 and 2
-experts and 16 documents a GPU, and the work of A: with document routing, few2 on 8 GPUs drops by factor about what that
-run's layer drops on 64 (an NVL72 rack), since fewer experts of a destination even out less. "toy" is for machines
-without GPUs.
+A, B and C are those on which other stacks were measured on the same boxes; "h200" is a layer of configs/h200.toml with
+16 sequences on a GPU, whose rows are short; "hero" is what one GPU of the published 535-billion-parameter run holds (6
+of its 384 experts), with the tokens of one wave. "few1" and "few2" have 1 and 2 experts and 16 documents a GPU, and the
+work of A: with document routing, few2 on 8 GPUs drops by factor about what that run's layer drops on 64 (an NVL72
+rack), since fewer experts of a destination even out less. "toy" is for machines without GPUs.
 """
 
 import dataclasses
@@ -51,6 +51,7 @@ SHAPES = {
         Shape(name="A", tokens=16_384, width=3072, hidden=3072, experts=16, choices=4),
         Shape(name="B", tokens=8_192, width=3072, hidden=3072, experts=128, choices=8),
         Shape(name="C", tokens=32_768, width=2048, hidden=1024, experts=64, choices=8),
+        Shape(name="h200", tokens=32_768, width=1024, hidden=1024, experts=64, choices=8),
         Shape(name="hero", tokens=16_384, width=3072, hidden=3072, experts=6, choices=8, experts_per_shard=True),
         Shape(name="few1", tokens=32_768, width=3072, hidden=3072, experts=1, choices=2, experts_per_shard=True),
         Shape(name="few2", tokens=32_768, width=3072, hidden=3072, experts=2, choices=2, experts_per_shard=True),

@@ -24,7 +24,7 @@ LEAD = 2  # traced calls that do not count: the devices start them at different 
 KINDS = {
     "barrier": r"barrier",
     "exchange": r"nccl|sendrecv|alltoall|all-to-all",
-    "matmul": r"gemm|cutlass|cublas|matmul|dot|nvjet|wgmma|grouped",
+    "matmul": r"gemm|cutlass|cublas|matmul|dot|nvjet|wgmma|grouped|weight_gradient",
     "copy": r"memcpy|memset|copy|concatenate|transpose|pad",
     "gather": r"gather|scatter|combine_rows|gather_rows",
     "index": r"sort|scan|cumsum|reduce-window|radix|searchsorted",
@@ -91,7 +91,8 @@ def measure(
         kernels = [event for event in read_trace(folder) if is_kernel(event)]
     told = calls_of(kernels, calls)
     if told is None:  # say so rather than guess
-        return Times(tuple(_host_times(function, arguments, iterations)), "host", *_totals(kernels, calls))
+        pause_s = PAUSE_S if paused else 0.0
+        return Times(tuple(_host_times(function, arguments, iterations, pause_s)), "host", *_totals(kernels, calls))
     counted = {plane: made[LEAD:] for plane, made in told.items()}
     timed = [event for made in counted.values() for call in made for event in call]
     return Times(tuple(spans_ms(counted)), "device", *_totals(timed, iterations))
