@@ -43,8 +43,8 @@ Peak = state + gradients + the largest of
 copies: with accumulation, the weights that the model uses in a narrower compute type alone, in that type.
 
 Not here: what XLA fuses away or keeps on top, the rows at experts' ends that the kernel of their weights' gradients
-copies, NCCL's and CUDA's own memory, fragmentation. Tests compare state with
-compiled programs exactly and temporaries within a factor of 2; peaks measured on H200 lay 2 to 8 % below the plan.
+copies, NCCL's and CUDA's own memory, fragmentation. Tests compare state with compiled programs exactly and temporaries
+within a factor of 2; peaks measured on H200 lay 2 to 8 % below the plan.
 """
 
 import dataclasses

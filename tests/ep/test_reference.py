@@ -69,8 +69,8 @@ def test_sender_pool():
 def test_sender_pool_of_tokens():
     sizes = Sizes(shards=2, tokens=12, choices=2, experts=8)
     policy = {"transport": "pooled_wave", "slots": "token"}
-    # Both choices miss a shard in 4 * 3 of 8 * 7 cases; 1.15 * (1 - 12 / 56) = 0.9036 -> 926 / 1024. Of 12 tokens 10.85,
-    # of 5 valid ones 4.52, in 3 waves 3.62. A token takes one slot: 12, 12 / 5 = 2.4 in each of 5 waves.
+    # Both choices miss a shard in 4 * 3 of 8 * 7 cases; 1.15 * (1 - 12 / 56) = 0.9036 -> 926 / 1024. Of 12 tokens
+    # 10.85, of 5 valid ones 4.52, in 3 waves 3.62. A token takes one slot: 12, 12 / 5 = 2.4 in each of 5 waves.
     assert reference.sender_pool(sizes, Policy(**policy), 12) == 11
     assert reference.sender_pool(sizes, Policy(**policy), 5) == 5
     assert reference.sender_pool(sizes, Policy(**policy, waves=3), 12) == 4

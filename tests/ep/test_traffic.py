@@ -156,8 +156,8 @@ def test_pooled_wave_by_hand():
 
 
 def test_slots_of_tokens_by_hand():
-    # A shard has 6 of 384 experts, so 0.1194 of tokens with 8 choices choose it; 1.15 times that is 140.6 -> 141 of 1024,
-    # of 4096 tokens 564 slots of up to 6 assignments, 8 bytes each. A number of 6 flags fits one lane: 2 header rows.
+    # A shard has 6 of 384 experts, so 0.1194 of tokens with 8 choices choose it; 1.15 times that is 140.6 -> 141 of
+    # 1024. Of 4096 tokens 564 slots of up to 6 assignments, 8 bytes each. 6 flags fit one lane: 2 header rows.
     told = 63 * 564 * 6 * 8
     found = traffic(EPConfig(slots="token"), HERO, Widths(512, 256))
     assert found == (63 * (564 + 566) * 1024 + told, 63 * (564 + 566) * 1024 + told)
