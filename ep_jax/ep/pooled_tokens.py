@@ -127,12 +127,9 @@ class PooledTokens(Pooled):
         # Sources side by side, each with its slot's assignments: so an expert takes slot p of all before slot p+1.
         arrival = self.accept(local_id_SPJ.swapaxes(1, 2).reshape(-1, slots), expert_limit)
         place_QJ = arrival.row_SP.reshape(shards, choices, slots).swapaxes(1, 2).reshape(-1, choices)
-        source, nth, slot = (
-            arrival.slot_C // (choices * slots),
-            arrival.slot_C // slots % choices,
-            arrival.slot_C % slots,
-        )
-        entry_C = jnp.where(arrival.slot_C < 0, -1, (source * slots + slot) * choices + nth)
+        side_C, slot_C = arrival.slot_C // slots, arrival.slot_C % slots
+        source_C, nth_C = side_C // choices, side_C % choices
+        entry_C = jnp.where(arrival.slot_C < 0, -1, (source_C * slots + slot_C) * choices + nth_C)
         return TokenArrival(place_QJ, entry_C, jnp.zeros(place_QJ.shape, jnp.float32), arrival.sizes_e)
 
     def decide(self, local_id_SPJ: jax.Array, expert_limit: jax.Array) -> jax.Array:
@@ -176,7 +173,8 @@ class PooledTokens(Pooled):
 
     def give_back(self, results: jax.Array, arrival: TokenArrival) -> Returned:
         """Returns each slot's weighted sum to its source, with a bit for each of its assignments that was accepted."""
-        results_CH = results.reshape(-1, results.shape[-1])
+        # The weights' gradients need them: kept, as are the rows that come back where slots hold assignments.
+        results_CH = checkpoint_name(results.reshape(-1, results.shape[-1]), "returned_rows")
         layout, choices = self._layout(results_CH.shape[1]), self.per_slot
         place_XJ = jnp.stack([layout.by_row(arrival.place_QJ[:, j]) for j in range(choices)], axis=1)
         weights_XJ = layout.pad(arrival.weights_QJ)

@@ -27,7 +27,8 @@ experts*rows*(H + 3*F)*c more while one wave is worked on (`ragged_dot`). It is 
 Small experts go through `ep/blocks.py` instead: weights and rows of its blocks, twice with their gradients.
 
 Remat keeps: none - all of it and the gathered weights of every layer; full - T*D*c a block; exchanges - that, and of
-each layer what arrived by the two exchanges (received + returned) and the plan's integers; products - that, and the
+each layer what arrived by the two exchanges (received + returned; where slots hold tokens the experts' results instead
+of what returned, with ep.rescale beside it) and the plan's integers; products - that, and the
 results of the dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; with
 rowwise and unrolled layers also SwiGLU's results, rows*F*c, as XLA was seen to do for H200 (tools.compile). The
 backward pass of a block holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus
@@ -294,6 +295,8 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
     rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
     row_bytes = sizes.config.model.latent_dim * sizes.itemsize
     exchanged = rows.received * _payload_row_bytes(sizes) + rows.returned * row_bytes
+    if sizes.config.ep.transport == "pooled_wave" and sizes.config.ep.slots == "token":
+        exchanged += (rows.experts - (0 if sizes.config.ep.rescale else rows.returned)) * row_bytes  # results instead
     if sizes.config.ep.transport == "rowwise" and policy == "products" and not sizes.config.model.scan:
         # SwiGLU's results: outside a loop XLA finds them there instead of computing them again.
         exchanged += rows.experts * sizes.config.model.expert_hidden_dim * sizes.itemsize

@@ -73,6 +73,15 @@ def test_slots_of_tokens_add_one_all_to_all_each_way(waves):
     assert counts == [1 + 2 * waves, 2 + 4 * waves, 2 + 4 * waves, 3 + 6 * waves]
 
 
+def test_kept_exchanges_spare_slots_of_tokens_the_same_products():
+    """A weight's gradient needs the expert's result, which is not computed again where exchanges are kept."""
+    counts = [
+        stablehlo(gradient_of(layer_of(slots=slots), "exchanges")).count("stablehlo.dot_general")
+        for slots in ("assignment", "token")
+    ]
+    assert counts[0] == counts[1] > 0
+
+
 def test_the_compiler_keeps_that_number():
     layer = layer_of(waves=1)
     for remat, wanted in (("exchanges", 4), ("full", 6)):
