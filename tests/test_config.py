@@ -27,7 +27,7 @@ model.scan
 model.attention model.loss_chunk_tokens
 router.num_experts router.experts_per_token router.scores router.balancing router.weight_sum router.histogram_bins
 router.sign_bias_rate router.load_balance_coefficient router.z_loss_coefficient
-ep.transport ep.sender_factor ep.receiver_factor ep.order ep.receive ep.agreed ep.waves ep.schedule ep.rescale
+ep.transport ep.sender_factor ep.receiver_factor ep.order ep.slots ep.receive ep.agreed ep.waves ep.schedule ep.rescale
 ep.premix ep.updates_per_cell ep.payload ep.emulated_shards ep.kernels
 optimizer.name optimizer.learning_rate optimizer.adam_learning_rate optimizer.schedule optimizer.warmup_steps
 optimizer.decay_fraction optimizer.final_fraction optimizer.b1 optimizer.b2 optimizer.epsilon optimizer.weight_decay
