@@ -46,15 +46,17 @@ class LayerShape:
     @property
     def visiting_share(self) -> Fraction:
         """Of tokens that choose any expert of one shard, expected under uniform routing."""
-        missed = math.comb(self.num_experts - self.local_experts, self.experts_per_token)
-        return 1 - Fraction(missed, math.comb(self.num_experts, self.experts_per_token))
+        return self._choosing(self.local_experts)
 
     def crossing_share(self, experts: int) -> float:
         """Tokens that choose any of `experts` experts, over their assignments to these, expected under uniform routing:
         what is left of a shard's rows for a peer's `experts` experts when a token's row goes there once."""
+        return float(self._choosing(experts) * self.num_experts / (experts * self.experts_per_token))
+
+    def _choosing(self, experts: int) -> Fraction:
+        """The share of tokens that choose any of `experts` experts, expected under uniform routing."""
         missed = math.comb(self.num_experts - experts, self.experts_per_token)
-        chosen = 1 - missed / math.comb(self.num_experts, self.experts_per_token)
-        return chosen * self.num_experts / (experts * self.experts_per_token)
+        return 1 - Fraction(missed, math.comb(self.num_experts, self.experts_per_token))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,8 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_jax.ep.capacity import Capacity, LayerShape, token_pool
 from ep_jax.ep.experts import ExpertRows
 from ep_jax.ep.payload import Layout
-from ep_jax.ep.pooled_wave import Pooled, PooledWave, exchange
-from ep_jax.ep.ranking import invert, rank_assignments
+from ep_jax.ep.pooled_wave import Pooled, PooledWave, deal, exchange, held_by
+from ep_jax.ep.ranking import rank_assignments
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.routes import Routes, survivors_scale
 from ep_jax.ep.rows import combine_rows, move_rows, sum_moved_rows
@@ -42,8 +42,8 @@ class TokenArrival(NamedTuple):
 
     place_QJ: jax.Array  # of the S*P received slots' assignments: row of the C rows, -1 when dropped or empty
     entry_C: jax.Array  # its inverse: q*J + j of each row, -1 when empty
-    weights_QJ: jax.Array  # float32 combine weights
     sizes_e: jax.Array  # as of pooled_wave.Arrival
+    weights_QJ: jax.Array  # float32 combine weights
 
 
 class TokenPlan(NamedTuple):
@@ -77,11 +77,7 @@ def plan_tokens(
     first_TK = (nth_TK == 0) & (ids_TK >= 0)
     rank_TK = rank_assignments(jnp.where(first_TK, destination_TK, -1), shape.num_shards, order, routes)
     rank_TK = jnp.sum(jnp.where(together_TKK & first_TK[:, None, :], rank_TK[:, None, :], 0), axis=2, dtype=jnp.int32)
-    wave_TK, slot_TK = rank_TK % waves, rank_TK // waves
-    sent_TK = (ids_TK >= 0) & (slot_TK < pool.logical_rows(routes.shard_valid))
-    slots = pool.static_rows(shape.tokens)
-    place_TK = jnp.where(sent_TK, (wave_TK * shape.num_shards + destination_TK) * slots + slot_TK, -1)
-    return place_TK, nth_TK
+    return deal(rank_TK, destination_TK, routes, shape, pool, waves), nth_TK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +113,12 @@ class PooledTokens(Pooled):
         place_TK, nth_TK = plan_tokens(routes, self.shape, pool, self.settings.order, self.waves)
         entry_TK = jnp.where(place_TK < 0, -1, place_TK * self.per_slot + nth_TK)
         slots = self.waves * self.shape.num_shards * pool.static_rows(self.shape.tokens)
-        assignment_E = invert(entry_TK.reshape(-1), slots * self.per_slot)
-        local_A = routes.valid_ids_TK.reshape(-1) % self.shape.local_experts
-        return place_TK, nth_TK, assignment_E, jnp.where(assignment_E < 0, -1, local_A[assignment_E])
+        return place_TK, nth_TK, *held_by(entry_TK, slots * self.per_slot, routes, self.shape)
 
-    def accept_entries(self, local_id_SPJ: jax.Array, expert_limit: jax.Array) -> TokenArrival:
-        """The receiver's decision on one wave; its weights are left at zero."""
+    def _accept_entries(
+        self, local_id_SPJ: jax.Array, expert_limit: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(place_QJ, entry_C, sizes_e) of a TokenArrival: the receiver's decision on one wave."""
         shards, slots, choices = local_id_SPJ.shape
         # Sources side by side, each with its slot's assignments: so an expert takes slot p of all before slot p+1.
         arrival = self.accept(local_id_SPJ.swapaxes(1, 2).reshape(-1, slots), expert_limit)
@@ -130,11 +126,11 @@ class PooledTokens(Pooled):
         side_C, slot_C = arrival.slot_C // slots, arrival.slot_C % slots
         source_C, nth_C = side_C // choices, side_C % choices
         entry_C = jnp.where(arrival.slot_C < 0, -1, (source_C * slots + slot_C) * choices + nth_C)
-        return TokenArrival(place_QJ, entry_C, jnp.zeros(place_QJ.shape, jnp.float32), arrival.sizes_e)
+        return place_QJ, entry_C, arrival.sizes_e
 
     def decide(self, local_id_SPJ: jax.Array, expert_limit: jax.Array) -> jax.Array:
         """As of Pooled."""
-        return (self.accept_entries(local_id_SPJ, expert_limit).place_QJ >= 0).reshape(local_id_SPJ.shape)
+        return (self._accept_entries(local_id_SPJ, expert_limit)[0] >= 0).reshape(local_id_SPJ.shape)
 
     def plan(self, routes: Routes) -> TokenPlan:
         """The source's integers for all waves, and from one small exchange the receiver's."""
@@ -148,8 +144,8 @@ class PooledTokens(Pooled):
         ids_SWPJ = lax.stop_gradient(told_SWPJ2[..., 0]).astype(jnp.int32)
         limit = self.receiver.logical_rows(routes.group_valid)
         arrivals = tuple(
-            self.accept_entries(ids_SWPJ[:, wave], limit)._replace(
-                weights_QJ=told_SWPJ2[:, wave, ..., 1].reshape(-1, choices)
+            TokenArrival(
+                *self._accept_entries(ids_SWPJ[:, wave], limit), told_SWPJ2[:, wave, ..., 1].reshape(-1, choices)
             )
             for wave in range(self.waves)
         )

@@ -62,13 +62,25 @@ def plan_sender(
     ids_TK = routes.valid_ids_TK
     destination_TK = jnp.where(ids_TK < 0, -1, ids_TK // shape.local_experts)
     rank_TK = rank_assignments(destination_TK, shape.num_shards, order, routes)
+    place_TK = deal(rank_TK, destination_TK, routes, shape, pool, waves)
+    return place_TK, *held_by(place_TK, waves * shape.num_shards * slots, routes, shape)
+
+
+def deal(
+    rank_TK: jax.Array, destination_TK: jax.Array, routes: Routes, shape: LayerShape, pool: Capacity, waves: int
+) -> jax.Array:
+    """int32 [T,K]: the slot in [W, S, P] of each rank at its destination, -1 past the pool or without one (-1)."""
     wave_TK, slot_TK = rank_TK % waves, rank_TK // waves
-    sent_TK = (ids_TK >= 0) & (slot_TK < pool.logical_rows(routes.shard_valid))
-    place_TK = jnp.where(sent_TK, (wave_TK * shape.num_shards + destination_TK) * slots + slot_TK, -1)
-    assignment_Q = invert(place_TK.reshape(-1), waves * shape.num_shards * slots)
-    local_A = ids_TK.reshape(-1) % shape.local_experts
-    local_id_Q = jnp.where(assignment_Q < 0, -1, local_A[assignment_Q])
-    return place_TK, assignment_Q, local_id_Q
+    sent_TK = (destination_TK >= 0) & (slot_TK < pool.logical_rows(routes.shard_valid))
+    first_TK = (wave_TK * shape.num_shards + destination_TK) * pool.static_rows(shape.tokens)
+    return jnp.where(sent_TK, first_TK + slot_TK, -1)
+
+
+def held_by(place_TK: jax.Array, num_places: int, routes: Routes, shape: LayerShape) -> tuple[jax.Array, jax.Array]:
+    """(assignment t*K + k, its expert's id within its shard) of each place, int32, -1 where none has it."""
+    assignment_Q = invert(place_TK.reshape(-1), num_places)
+    local_A = routes.valid_ids_TK.reshape(-1) % shape.local_experts
+    return assignment_Q, jnp.where(assignment_Q < 0, -1, local_A[assignment_Q])
 
 
 def plan_receiver(local_id_SP: jax.Array, limit: jax.Array, rows: int, local_experts: int) -> Arrival:

@@ -21,12 +21,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .plan import ALIGNED_ROWS, CLUSTER, END, EXPERT, FIRST_ROW, MULTIPLIERS, SIDE, START, UNIT_ROWS
-
-SWIZZLE_BYTES = 128
-STORE_COLUMNS = 64
-STORE_SLOTS = 2
-LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that 128 threads have on a multiprocessor
+from ..hopper import (
+    ALIGNED_ROWS,
+    CLUSTER,
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    MULTIPLIERS,
+    STORE_COLUMNS,
+    STORE_SLOTS,
+    ring_barriers,
+    tiled,
+)
+from .plan import END, EXPERT, FIRST_ROW, SIDE, START, UNIT_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +47,13 @@ class Launch:
 
 def scratch(launch: Launch, dtype: Any, *, transposed: bool) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
-    tiled = (plgpu.TilingTransform((ALIGNED_ROWS, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
     block = (launch.block_n, launch.block_k) if transposed else (launch.block_k, launch.block_n)
     return {
-        "rows_smem": plgpu.SMEM((launch.stages, MULTIPLIERS, UNIT_ROWS, launch.block_k), dtype, transforms=tiled),
-        "weights_smem": plgpu.SMEM((launch.stages, *block), dtype, transforms=tiled),
+        "rows_smem": plgpu.SMEM((launch.stages, MULTIPLIERS, UNIT_ROWS, launch.block_k), dtype, transforms=tiled()),
+        "weights_smem": plgpu.SMEM((launch.stages, *block), dtype, transforms=tiled()),
         # Its layout is left to the compiler, which takes one whose rows can be stored from any row on.
         "out_smem": plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, UNIT_ROWS, STORE_COLUMNS), dtype),
-        "loaded": plgpu.Barrier(num_arrivals=MULTIPLIERS + 1, num_barriers=launch.stages),
-        "released": plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=MULTIPLIERS, num_barriers=launch.stages
-        ),
+        **ring_barriers(launch.stages),
     }
 
 

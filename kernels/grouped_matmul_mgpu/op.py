@@ -10,12 +10,12 @@ Does not do: other types than bfloat16, widths that the tiles do not divide, der
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import call
 from ..grouped_matmul.tiles import Groups
-from .kernel import STORE_COLUMNS, STORE_SLOTS, Launch, grouped_kernel, scratch
-from .plan import ALIGNED_ROWS, CLUSTER, MULTIPLIERS, plan_tiles
+from ..hopper import ALIGNED_ROWS, CLUSTER, STORE_COLUMNS, STORE_SLOTS, make_kernel
+from .kernel import Launch, grouped_kernel, scratch
+from .plan import plan_tiles
 
 CANDIDATES = (Launch(), Launch(group=8), Launch(group=32), Launch(group=4), Launch(group=64))  # the first: default
 
@@ -43,18 +43,8 @@ def product(
 
 
 def _make_kernel(out_type, launch, transposed, blocks):
-    return plgpu.kernel(
-        functools.partial(grouped_kernel, launch=launch, transposed=transposed),
-        out_type=out_type,
-        scratch_types=scratch(launch, out_type.dtype, transposed=transposed),
-        grid=(blocks // CLUSTER,),
-        grid_names=("clusters",),
-        cluster=(CLUSTER,),
-        cluster_names=("cluster",),
-        num_threads=MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        kernel_name="grouped_matmul",
-    )
+    body = functools.partial(grouped_kernel, launch=launch, transposed=transposed)
+    return make_kernel(body, "grouped_matmul", out_type, scratch(launch, out_type.dtype, transposed=transposed), blocks)
 
 
 def multiprocessors() -> int:

@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ..grouped_matmul.tiles import Groups
+from ..hopper import ALIGNED_ROWS, CLUSTER, MULTIPLIERS, UNIT
 
-UNIT_ROWS = 64  # of one wgmma instruction
-MULTIPLIERS = 2  # warpgroups of a block that multiply a unit each
-CLUSTER = 2  # blocks
-ALIGNED_ROWS = 8  # of swizzled memory: a bulk copy begins at a multiple of them
+UNIT_ROWS = UNIT  # what a multiplier takes
 SHORT_ROWS = MULTIPLIERS * UNIT_ROWS
 TALL_ROWS = CLUSTER * SHORT_ROWS
 EXPERT, START, END, FIRST_ROW, SIDE = range(5)  # rows of the expert; of the tile: SIDE is CLUSTER where it has both

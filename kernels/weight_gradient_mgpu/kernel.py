@@ -20,16 +20,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..grouped_matmul_mgpu.kernel import grouped_order
-from .plan import ALIGNED_ROWS, EDGE_ROWS, FIRST_ROW, STEP_ROWS, STEPS, WHOLE_STEPS
+from ..hopper import (
+    ALIGNED_ROWS,
+    CLUSTER,
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    MULTIPLIERS,
+    STORE_COLUMNS,
+    STORE_SLOTS,
+    UNIT,
+    ring_barriers,
+    tiled,
+)
+from .plan import EDGE_ROWS, FIRST_ROW, STEP_ROWS, STEPS, WHOLE_STEPS
 
-CLUSTER = 2  # blocks
-MULTIPLIERS = 2  # warpgroups of a block that multiply
-UNIT = 64  # columns of the rows that each of them takes: rows of one wgmma instruction's result
-BLOCK_K = MULTIPLIERS * UNIT
-SWIZZLE_BYTES = 128
-STORE_COLUMNS = 64
-STORE_SLOTS = 2
-LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # 40 + 2 * 232 of the 512 that 128 threads have on a multiprocessor
+BLOCK_K = MULTIPLIERS * UNIT  # columns of the rows: a unit for each multiplier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +48,11 @@ class Launch:
 
 def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
-    tiled = (plgpu.TilingTransform((ALIGNED_ROWS, SWIZZLE_BYTES // 2)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
     return {
-        "rows_smem": plgpu.SMEM((launch.stages, MULTIPLIERS, STEP_ROWS, UNIT), dtype, transforms=tiled),
-        "d_out_smem": plgpu.SMEM((launch.stages, STEP_ROWS, launch.block_n), dtype, transforms=tiled),
-        "sums_smem": plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, UNIT, STORE_COLUMNS), dtype, transforms=tiled),
-        "loaded": plgpu.Barrier(num_arrivals=MULTIPLIERS + 1, num_barriers=launch.stages),
-        "released": plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=MULTIPLIERS, num_barriers=launch.stages
-        ),
+        "rows_smem": plgpu.SMEM((launch.stages, MULTIPLIERS, STEP_ROWS, UNIT), dtype, transforms=tiled()),
+        "d_out_smem": plgpu.SMEM((launch.stages, STEP_ROWS, launch.block_n), dtype, transforms=tiled()),
+        "sums_smem": plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, UNIT, STORE_COLUMNS), dtype, transforms=tiled()),
+        **ring_barriers(launch.stages),
     }
 
 

@@ -10,14 +10,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import call
 from ..gather_rows.op import gather_rows
 from ..grouped_matmul.tiles import Groups
 from ..grouped_matmul_mgpu.op import multiprocessors
-from .kernel import BLOCK_K, CLUSTER, MULTIPLIERS, STORE_COLUMNS, STORE_SLOTS, Launch, scratch, weight_gradient_kernel
-from .plan import ALIGNED_ROWS, plan_steps
+from ..hopper import ALIGNED_ROWS, CLUSTER, STORE_COLUMNS, STORE_SLOTS, make_kernel
+from .kernel import BLOCK_K, Launch, scratch, weight_gradient_kernel
+from .plan import plan_steps
 
 CANDIDATES = (Launch(), Launch(group=4), Launch(group=16))  # the first: default
 
@@ -40,18 +40,8 @@ def weight_product(
 
 
 def _make_kernel(out_type, launch, blocks):
-    return plgpu.kernel(
-        functools.partial(weight_gradient_kernel, launch=launch),
-        out_type=out_type,
-        scratch_types=scratch(launch, out_type.dtype),
-        grid=(blocks // CLUSTER,),
-        grid_names=("clusters",),
-        cluster=(CLUSTER,),
-        cluster_names=("cluster",),
-        num_threads=MULTIPLIERS + 1,
-        thread_name="warpgroup",
-        kernel_name="weight_gradient",
-    )
+    body = functools.partial(weight_gradient_kernel, launch=launch)
+    return make_kernel(body, "weight_gradient", out_type, scratch(launch, out_type.dtype), blocks)
 
 
 def check(rows_RK: jax.Array, d_out_RN: jax.Array, out_type: jax.ShapeDtypeStruct, launch: Launch) -> None:

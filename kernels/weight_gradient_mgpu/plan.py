@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ..grouped_matmul.tiles import Groups
+from ..hopper import ALIGNED_ROWS
 
 STEP_ROWS = 64
-ALIGNED_ROWS = 8  # of swizzled memory: a bulk copy begins at a multiple of them
 EDGE_ROWS = 2 * STEP_ROWS  # at least 7 + 63
 FIRST_ROW, WHOLE_STEPS, STEPS = range(3)  # of the whole steps the first row; whole ones; all, at least one
 
