@@ -25,6 +25,7 @@ class CapacityRows:
     sizes_e: jax.Array | None = None  # int32: an expert's tokens are in its first rows; None: they may be in any
     # Mean of sizes_e on balanced routing, known without counts; whether padding is worth skipping depends on it.
     expected_rows: float = dataclasses.field(default=0.0, metadata=dict(static=True))
+    weights_eR: jax.Array | None = None  # float32, as of RaggedRows; zero where no token is
 
 
 class RaggedRows(NamedTuple):
@@ -57,7 +58,12 @@ def _by_kernel(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eFH: j
     if expert_rows.rows_eRH.dtype == jnp.float32:  # exact products without tensor cores: padding costs less than that
         raise NotImplementedError("float32 rows at a fixed distance")
     return capacity_mlp(
-        expert_rows.rows_eRH, w_gate_up_eH2F, w_down_eFH, expert_rows.sizes_e, expert_rows.expected_rows
+        expert_rows.rows_eRH,
+        w_gate_up_eH2F,
+        w_down_eFH,
+        expert_rows.sizes_e,
+        expert_rows.expected_rows,
+        expert_rows.weights_eR,
     )
 
 
@@ -65,30 +71,37 @@ def _by_xla(expert_rows: ExpertRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.
     if isinstance(expert_rows, RaggedRows):
         return _ragged(expert_rows, w_gate_up_eH2F, w_down_eFH)
     hidden_eR2F = _named(jnp.einsum("erh,ehf->erf", expert_rows.rows_eRH, w_gate_up_eH2F))
-    return jnp.einsum("erf,efh->erh", _gate(hidden_eR2F), w_down_eFH)
+    return jnp.einsum("erf,efh->erh", _weighted(_gate(hidden_eR2F), expert_rows.weights_eR), w_down_eFH)
 
 
 def _ragged(expert_rows: RaggedRows, w_gate_up_eH2F: jax.Array, w_down_eFH: jax.Array) -> jax.Array:
     rows_NH, sizes_e, weights_N = expert_rows
-    if weights_N is None and blocks.worthwhile(rows_NH.shape[0], *w_gate_up_eH2F.shape):
+    if blocks.worthwhile(rows_NH.shape[0], *w_gate_up_eH2F.shape):
         plan = blocks.plan_blocks(sizes_e, rows_NH.shape[0])
         w_gate_up, w_down = (blocks.weights_of_blocks(w, plan) for w in (w_gate_up_eH2F, w_down_eFH))
         hidden_bB2F = _named(jnp.einsum("brh,bhf->brf", blocks.to_blocks(rows_NH, plan), w_gate_up))
-        return blocks.from_blocks(jnp.einsum("brf,bfh->brh", _gate(hidden_bB2F), w_down), plan)
+        weights_bB = None if weights_N is None else blocks.to_blocks(weights_N[:, None], plan)[..., 0]
+        return blocks.from_blocks(jnp.einsum("brf,bfh->brh", _weighted(_gate(hidden_bB2F), weights_bB), w_down), plan)
     # Selects, not products: what lies past the last group may be anything, and must not reach a gradient either.
     held_N1 = (jnp.arange(rows_NH.shape[0], dtype=jnp.int32) < jnp.sum(sizes_e))[:, None]
     rows_NH = jnp.where(held_N1, rows_NH, 0)
     hidden_N2F = _named(lax.ragged_dot(rows_NH, w_gate_up_eH2F, sizes_e))
-    middle_NF = _gate(hidden_N2F)
-    if weights_N is not None:
-        weights_N1 = jnp.where(held_N1, weights_N[:, None], 0)
-        middle_NF = (weights_N1 * middle_NF.astype(jnp.float32)).astype(middle_NF.dtype)
+    weights_N = None if weights_N is None else jnp.where(held_N1[:, 0], weights_N, 0)
+    middle_NF = _weighted(_gate(hidden_N2F), weights_N)
     return jnp.where(held_N1, lax.ragged_dot(middle_NF, w_down_eFH, sizes_e), 0)
 
 
 def _named(hidden: jax.Array) -> jax.Array:
     """A name by which a remat policy may keep it."""
     return checkpoint_name(hidden, "expert_hidden")
+
+
+def _weighted(middle_F: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Rows of any leading dimensions times their weights: what follows is linear."""
+    if weights is None:
+        return middle_F
+    dtype = jnp.promote_types(middle_F.dtype, jnp.float32)
+    return (weights[..., None] * middle_F.astype(dtype)).astype(middle_F.dtype)
 
 
 def _gate(hidden_2F: jax.Array) -> jax.Array:

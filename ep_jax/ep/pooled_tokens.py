@@ -6,8 +6,9 @@ behind an underscore).
 A source ranks, per destination, the tokens that chose any of its experts; a token ranks as the first of these
 assignments would. A slot holds the token's row, and a small exchange before the rows says which local experts want it
 and with which weights. The receiver decides assignment by assignment, as ever: slot p of every source before slot p+1
-of any. It weights an expert's result and sums those of a slot, so that one row goes back, with a bit for each accepted
-assignment. The sum is float32 and crosses in the rows' type: one more rounding for each shard of a token.
+of any. Its experts weight their results where the rows are anyway, and those of a slot are summed, so that one row goes
+back, with a bit for each accepted assignment. The sum is float32 and crosses in the rows' type: one more rounding for
+each shard of a token.
 
 Balanced routing fills as many slots as tokens are expected to choose a shard, fewer than assignments: 0.25 of them with
 2 shards and 8 of 64 experts; with 8 of 384 experts 0.66 on 8 shards and 0.96 on 64. And a pool of all T tokens never
@@ -30,7 +31,7 @@ from ep_jax.ep.pooled_wave import Pooled, PooledWave, deal, exchange, held_by
 from ep_jax.ep.ranking import rank_assignments
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.routes import Routes, survivors_scale
-from ep_jax.ep.rows import combine_rows, move_rows, sum_moved_rows
+from ep_jax.ep.rows import combine_rows, move_numbers, move_rows, sum_moved_rows
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
 
@@ -43,7 +44,7 @@ class TokenArrival(NamedTuple):
     place_QJ: jax.Array  # of the S*P received slots' assignments: row of the C rows, -1 when dropped or empty
     entry_C: jax.Array  # its inverse: q*J + j of each row, -1 when empty
     sizes_e: jax.Array  # as of pooled_wave.Arrival
-    weights_QJ: jax.Array  # float32 combine weights
+    weights_C: jax.Array  # float32 combine weights
 
 
 class TokenPlan(NamedTuple):
@@ -143,14 +144,17 @@ class PooledTokens(Pooled):
         told_SWPJ2 = exchange(told_E2.reshape(by_wave).swapaxes(0, 1))
         ids_SWPJ = lax.stop_gradient(told_SWPJ2[..., 0]).astype(jnp.int32)
         limit = self.receiver.logical_rows(routes.group_valid)
-        arrivals = tuple(
-            TokenArrival(
-                *self._accept_entries(ids_SWPJ[:, wave], limit), told_SWPJ2[:, wave, ..., 1].reshape(-1, choices)
-            )
-            for wave in range(self.waves)
-        )
-        plan = place_TK, nth_TK, assignment_E.reshape(-1, choices), arrivals
-        place_TK, nth_TK, assignment_QJ, arrivals = checkpoint_name(plan, "route_plan")
+
+        def arrival(wave: int) -> TokenArrival:
+            decided = self._accept_entries(ids_SWPJ[:, wave], limit)
+            place_QJ, entry_C, sizes_e = checkpoint_name(decided, "route_plan")
+            weights_E = told_SWPJ2[:, wave, ..., 1].reshape(-1)
+            weights_C = move_numbers(weights_E, entry_C, place_QJ.reshape(-1, 1))
+            return TokenArrival(place_QJ, entry_C, sizes_e, checkpoint_name(weights_C, "route_plan"))
+
+        arrivals = tuple(arrival(wave) for wave in range(self.waves))
+        plan = checkpoint_name((place_TK, nth_TK, assignment_E.reshape(-1, choices)), "route_plan")
+        place_TK, nth_TK, assignment_QJ = plan
         return TokenPlan(place_TK, nth_TK, assignment_QJ, arrivals, routes.weights_TK, routes.valid_T)
 
     def dispatch(
@@ -165,23 +169,21 @@ class PooledTokens(Pooled):
         received_QH = checkpoint_name(self._to_peers(rows_QH), "dispatched_rows")
         arrival = plan.arrivals[wave]
         slot_C = jnp.where(arrival.entry_C < 0, -1, arrival.entry_C // choices)
-        return self._for_experts(move_rows(received_QH, slot_C, arrival.place_QJ), arrival.sizes_e), arrival
+        held_CH = move_rows(received_QH, slot_C, arrival.place_QJ)
+        return self._for_experts(held_CH, arrival.sizes_e, arrival.weights_C), arrival
 
     def give_back(self, results: jax.Array, arrival: TokenArrival) -> Returned:
         """Returns each slot's weighted sum to its source, with a bit for each of its assignments that was accepted."""
-        # The weights' gradients need them: kept, as are the rows that come back where slots hold assignments.
-        results_CH = checkpoint_name(results.reshape(-1, results.shape[-1]), "returned_rows")
+        results_CH = results.reshape(-1, results.shape[-1])
         layout, choices = self._layout(results_CH.shape[1]), self.per_slot
         place_XJ = jnp.stack([layout.by_row(arrival.place_QJ[:, j]) for j in range(choices)], axis=1)
-        weights_XJ = layout.pad(arrival.weights_QJ)
-        slot_C, nth_C = arrival.entry_C // choices, arrival.entry_C % choices
-        entry_C = jnp.where(arrival.entry_C < 0, -1, layout.rows_of(slot_C) * choices + nth_C)
-        rows_XH = combine_rows(results_CH, weights_XJ, place_XJ, entry_C, results_CH.dtype)
+        slot_C = layout.rows_of(jnp.where(arrival.entry_C < 0, -1, arrival.entry_C // choices))
+        rows_XH = sum_moved_rows(results_CH, place_XJ, slot_C)
         bits_J = jnp.left_shift(1, jnp.arange(choices, dtype=jnp.int32))
         accepted_SP = jnp.sum(jnp.where(arrival.place_QJ >= 0, bits_J[None], 0), axis=1, dtype=jnp.int32)
         payload = layout.pack(accepted_SP.reshape(self.shape.num_shards, -1), rows_XH)
         accepted_SP, rows_XH = layout.unpack(checkpoint_name(exchange(payload), "returned_rows"))
-        return Returned(rows_XH, accepted_SP.reshape(-1))
+        return Returned(rows_XH, checkpoint_name(accepted_SP.reshape(-1), "route_plan"))
 
     def accepted(self, returned: Sequence[Returned], plan: TokenPlan) -> jax.Array:
         """bool [T,K]: which assignments were sent and accepted."""
@@ -191,7 +193,7 @@ class PooledTokens(Pooled):
     def combine(
         self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: TokenPlan
     ) -> jax.Array:
-        """[T,H]: the sum of what came back of each token; the receivers have weighted it."""
+        """[T,H]: the sum of what came back of each token; the experts have weighted it."""
         rows_XH = jnp.concatenate([wave.rows_QH for wave in returned])
         layout = self._layout(rows_XH.shape[1])
         # Slots of which nothing was accepted hold nothing, and each of the others is its first assignment's.
@@ -201,7 +203,8 @@ class PooledTokens(Pooled):
         place_TK = layout.rows_of(jnp.where(mine_TK, plan.place_TK, -1))
         if not self.settings.rescale:
             token_X = jnp.where(first_X < 0, -1, first_X // self.shape.experts_per_token)
-            return sum_moved_rows(rows_XH, place_TK, token_X)
+            # Gradients need the sum (of the layer above), not what it was summed of.
+            return checkpoint_name(sum_moved_rows(rows_XH, place_TK, token_X), "returned_rows")
         scale_T1 = survivors_scale(plan.weights_TK, plan.valid_T, accepted_TK)
         return combine_rows(rows_XH, jnp.broadcast_to(scale_T1, place_TK.shape), place_TK, first_X, rows_XH.dtype)
 

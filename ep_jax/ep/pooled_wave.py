@@ -174,12 +174,13 @@ class Pooled(ReturnsRows):
         del wave
         return w_gate_up, w_down
 
-    def _for_experts(self, held_CH: jax.Array, sizes_e: jax.Array) -> ExpertRows:
-        """The C rows as the experts take them."""
+    def _for_experts(self, held_CH: jax.Array, sizes_e: jax.Array, weights_C: jax.Array | None = None) -> ExpertRows:
+        """The C rows as the experts take them; weights as of ExpertRows."""
         if self.settings.receive == "pool":
-            return RaggedRows(held_CH, sizes_e)
+            return RaggedRows(held_CH, sizes_e, weights_C)
         by_expert = held_CH.reshape(self.shape.local_experts, self.expert_rows, -1)
-        return CapacityRows(by_expert, sizes_e, self.balanced_rows)
+        weights_eR = None if weights_C is None else weights_C.reshape(by_expert.shape[:2])
+        return CapacityRows(by_expert, sizes_e, self.balanced_rows, weights_eR)
 
     def _to_peers(self, rows_QH: jax.Array) -> jax.Array:
         """Rows in slots to the peers that the slots are of."""

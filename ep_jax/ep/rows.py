@@ -31,6 +31,11 @@ def move_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> 
     )
 
 
+def move_numbers(values_N: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
+    """`move_rows` of one number a row, by XLA: what a number says is little, how rows are moved does not fit it."""
+    return gather_by_xla.move_rows(values_N[:, None], source_M, places_NJ)[:, 0]
+
+
 def sum_moved_rows(rows_NH: jax.Array, places_MJ: jax.Array, source_N: jax.Array) -> jax.Array:
     """Output row m is the float32 sum, in order of J, of the rows at places_MJ[m] (int32, -1 for none), cast once.
 

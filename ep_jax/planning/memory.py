@@ -27,12 +27,12 @@ experts*rows*(H + 3*F)*c more while one wave is worked on (`ragged_dot`). It is 
 Small experts go through `ep/blocks.py` instead: weights and rows of its blocks, twice with their gradients.
 
 Remat keeps: none - all of it and the gathered weights of every layer; full - T*D*c a block; exchanges - that, and of
-each layer what arrived by the two exchanges (received + returned; where slots hold tokens the experts' results instead
-of what returned, with ep.rescale beside it) and the plan's integers; products - that, and the
-results of the dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; with
-rowwise and unrolled layers also SwiGLU's results, rows*F*c, as XLA was seen to do for H200 (tools.compile). The
-backward pass of a block holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus
-cotangents as large as the largest part of one layer, plus `ragged_dot`.
+each layer what arrived by the two exchanges (received + returned; of rows that the experts have weighted their sum
+alone, T*H*c, but for ep.rescale with slots of tokens: both) and the plan's integers; products - that, and the results
+of the dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; with rowwise and
+unrolled layers also SwiGLU's results, rows*F*c, as XLA was seen to do for H200 (tools.compile). The backward pass of a
+block holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus cotangents as large
+as the largest part of one layer, plus `ragged_dot`.
 
 Peak = state + gradients + the largest of
     backward    copies + kept + working set of a block + its gathered weights + the largest weight gradient,
@@ -78,6 +78,7 @@ class WaveRows(NamedTuple):
     experts: int  # what the experts compute on, filled or not
     back: int  # written for the exchange back
     returned: int  # what arrives from it
+    kept_back: int  # of that, or summed of it, what the backward pass needs
     waves: int
 
 
@@ -188,21 +189,25 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
         there = shards * (slots + (0 if settings.slots == "token" else header))
         back = shards * (slots + header_rows(slots, 2**transport.per_slot - 1, width))
         experts = min(held, shards * slots * transport.per_slot) if settings.receive == "pool" else held
-        return WaveRows(there, there, experts, back, back, settings.waves)
+        kept = back
+        if settings.slots == "token":
+            kept = -(-tokens // settings.waves) + (back if settings.rescale else 0)
+        return WaveRows(there, there, experts, back, back, kept, settings.waves)
     if settings.transport == "fixed_cell":
         rows = shape.num_experts * FixedCell(settings, shape).cell_rows
-        return WaveRows(rows, rows, rows, rows, rows, settings.waves)
+        return WaveRows(rows, rows, rows, rows, rows, rows, settings.waves)
     if settings.transport == "dense":
-        return WaveRows(0, 0, shape.assignments, 0, shape.assignments, 1)
+        return WaveRows(0, 0, shape.assignments, 0, shape.assignments, shape.assignments, 1)
     receivers = Receivers(settings, shape)
     held = receivers.rows(0)
     if settings.transport == "ring":
-        return WaveRows(tokens, shards * tokens, held, shards * tokens, tokens, 1)
+        return WaveRows(tokens, shards * tokens, held, shards * tokens, tokens, tokens, 1)
     if settings.transport == "ragged":
         here = Ragged(settings, shape).sender_rows()
-        return WaveRows(here, held, held, held, here, receivers.waves)
+        return WaveRows(here, held, held, held, here, here, receivers.waves)
     # What comes back is summed on its way: one row a token, of all waves together.
-    return WaveRows(0, held, held, held, -(-tokens // receivers.waves), receivers.waves)
+    summed = -(-tokens // receivers.waves)
+    return WaveRows(0, held, held, held, summed, summed, receivers.waves)
 
 
 def wave_buffers(sizes: Sizes, *, gradients: bool = False) -> dict[str, int]:
@@ -294,9 +299,7 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
         return 0
     rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
     row_bytes = sizes.config.model.latent_dim * sizes.itemsize
-    exchanged = rows.received * _payload_row_bytes(sizes) + rows.returned * row_bytes
-    if sizes.config.ep.transport == "pooled_wave" and sizes.config.ep.slots == "token":
-        exchanged += (rows.experts - (0 if sizes.config.ep.rescale else rows.returned)) * row_bytes  # results instead
+    exchanged = rows.received * _payload_row_bytes(sizes) + rows.kept_back * row_bytes
     if sizes.config.ep.transport == "rowwise" and policy == "products" and not sizes.config.model.scan:
         # SwiGLU's results: outside a loop XLA finds them there instead of computing them again.
         exchanged += rows.experts * sizes.config.model.expert_hidden_dim * sizes.itemsize

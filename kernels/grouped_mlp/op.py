@@ -46,6 +46,7 @@ def capacity_mlp(
     w_down_eFH: jax.Array,
     sizes_e: jax.Array,
     expected_rows: float,
+    row_weights_eR: jax.Array | None = None,
     methods: Methods | None = None,
 ) -> jax.Array:
     """`grouped_mlp` where expert i owns the first sizes_e[i] (int32) of its R rows; [e,R,H].
@@ -56,9 +57,9 @@ def capacity_mlp(
     num_experts, num_rows, width = rows_eRH.shape
     methods = methods or Methods(batched=num_rows - expected_rows <= LOST_SHARE * expected_rows + LOST_ROWS)
     groups = capacity_groups(sizes_e, num_rows)
-    return grouped_mlp(rows_eRH.reshape(-1, width), w_gate_up_eH2F, w_down_eFH, groups, methods=methods).reshape(
-        rows_eRH.shape
-    )
+    row_weights_R = None if row_weights_eR is None else row_weights_eR.reshape(-1)
+    rows_RH = rows_eRH.reshape(-1, width)
+    return grouped_mlp(rows_RH, w_gate_up_eH2F, w_down_eFH, groups, row_weights_R, methods).reshape(rows_eRH.shape)
 
 
 def grouped_mlp(

@@ -74,7 +74,7 @@ def test_slots_of_tokens_add_one_all_to_all_each_way(waves):
 
 
 def test_kept_exchanges_spare_slots_of_tokens_the_same_products():
-    """A weight's gradient needs the expert's result, which is not computed again where exchanges are kept."""
+    """A weight's gradient comes from inside the experts: their results are not computed again for it."""
     counts = [
         stablehlo(gradient_of(layer_of(slots=slots), "exchanges")).count("stablehlo.dot_general")
         for slots in ("assignment", "token")

@@ -22,13 +22,14 @@ ROWS = 512
 def problem(sizes, seed=0):
     rng = np.random.default_rng(seed)
     x, dy = rng.standard_normal((2, ROWS, H))
-    x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan  # nobody may look there
-    return x, rng.standard_normal((7, H, 2 * F)), rng.standard_normal((7, F, H)), dy
+    weights = rng.uniform(0, 2, ROWS)
+    x[sum(sizes) :], dy[sum(sizes) :], weights[sum(sizes) :] = np.nan, np.nan, np.nan  # nobody may look there
+    return x, rng.standard_normal((7, H, 2 * F)), rng.standard_normal((7, F, H)), weights, dy
 
 
-def reference(sizes, x, w_in, w_out, dy):
+def reference(sizes, x, w_in, w_out, weights, dy):
     """Outputs and gradients, row by row in float64; zero past the last group."""
-    y, dx = np.zeros_like(x), np.zeros_like(x)
+    y, dx, d_weights = np.zeros_like(x), np.zeros_like(x), np.zeros(len(x))
     d_in, d_out = np.zeros_like(w_in), np.zeros_like(w_out)
     row = 0
     for expert, size in enumerate(sizes):
@@ -37,36 +38,44 @@ def reference(sizes, x, w_in, w_out, dy):
             gate, up = hidden[:F], hidden[F:]
             sigmoid = 1 / (1 + np.exp(-gate))
             middle = gate * sigmoid * up
-            y[row] = middle @ w_out[expert]
-            d_middle = w_out[expert] @ dy[row]
+            y[row] = weights[row] * (middle @ w_out[expert])
+            d_weights[row] = dy[row] @ (middle @ w_out[expert])
+            d_middle = weights[row] * (w_out[expert] @ dy[row])
             d_gate = d_middle * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
             d_hidden = np.concatenate([d_gate, d_middle * gate * sigmoid])
-            d_out[expert] += np.outer(middle, dy[row])
+            d_out[expert] += weights[row] * np.outer(middle, dy[row])
             d_in[expert] += np.outer(x[row], d_hidden)
             dx[row] = w_in[expert] @ d_hidden
             row += 1
-    return y, dx, d_in, d_out
+    return y, dx, d_in, d_out, d_weights
 
 
-@pytest.fixture(scope="module", params=["blocks", "ragged"])
+@pytest.fixture(scope="module", params=["blocks", "ragged", "blocks, weighted", "ragged, weighted"])
 def compiled(request):
-    """Jitted (x, w_in, w_out, dy, sizes) -> outputs and gradients, by either implementation."""
+    """(whether weighted, jitted (x, w_in, w_out, weights, dy, sizes) -> outputs and gradients), either way."""
+    weighted = "weighted" in request.param
 
-    def run(x, w_in, w_out, dy, sizes):
-        y, pull = jax.vjp(lambda x, a, b: swiglu_experts(RaggedRows(x, sizes), a, b), x, w_in, w_out)
+    def run(x, w_in, w_out, weights, dy, sizes):
+        def layer(x, w_in, w_out, weights):
+            return swiglu_experts(RaggedRows(x, sizes, weights if weighted else None), w_in, w_out)
+
+        y, pull = jax.vjp(layer, x, w_in, w_out, weights)
         return y, *pull(jnp.where(jnp.arange(ROWS)[:, None] < sizes.sum(), dy, 0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "worthwhile", lambda *_: request.param == "blocks")
+        patch.setattr(blocks, "worthwhile", lambda *_: "blocks" in request.param)
         arrays = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in problem(SIZES[0])]
-        return jax.jit(run).lower(*arrays, jax.ShapeDtypeStruct((7,), jnp.int32)).compile()
+        return weighted, jax.jit(run).lower(*arrays, jax.ShapeDtypeStruct((7,), jnp.int32)).compile()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_values_and_gradients(compiled, sizes):
-    given = problem(sizes)
-    found = compiled(*(jnp.asarray(a, jnp.float32) for a in given), jnp.array(sizes, jnp.int32))
-    for name, got, wanted in zip(("y", "dx", "d_in", "d_out"), found, reference(sizes, *given), strict=True):
+    (weighted, run), given = compiled, problem(sizes)
+    found = run(*(jnp.asarray(a, jnp.float32) for a in given), jnp.array(sizes, jnp.int32))
+    *arrays, weights, dy = given
+    right = reference(sizes, *arrays, weights if weighted else np.ones(ROWS), dy)
+    names = "y", "dx", "d_in", "d_out", *(["d_weights"] if weighted else [])
+    for name, got, wanted in zip(names, found, right, strict=False):
         got = np.asarray(got)
         if name in ("d_in", "d_out"):  # of each expert on its own: one wrong expert must show
             for expert in range(7):

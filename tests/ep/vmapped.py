@@ -52,22 +52,24 @@ def group_of(settings: EPConfig) -> int:
 
 
 def received_by(transport, rows, plan):
-    """(buffers, sizes, what give_back needs) of all waves of one shard."""
+    """(buffers, sizes, what the way back needs: a wave's weights of rows and its arrival) of all waves of one shard."""
     buffers, sizes, arrivals = [], [], []
     for wave in range(transport.waves):
         held, arrival = transport.dispatch(rows, plan, wave, 0)
         ragged_rows = isinstance(held, RaggedRows)
         buffers.append(held.rows_NH if ragged_rows else held.rows_eRH.reshape(-1, rows.shape[1]))
         sizes.append(held.sizes_e if ragged_rows else jnp.zeros(0, jnp.int32))
-        arrivals.append(arrival)
+        weights = held.weights_N if ragged_rows else held.weights_eR
+        arrivals.append((None if weights is None else weights.reshape(-1, 1), arrival))
     return tuple(buffers), tuple(sizes), arrivals
 
 
 def returned_from(transport, shape: LayerShape, buffers, arrivals, plan, weights):
-    """(combined rows, accepted) of one shard, from the contents of its experts' buffers."""
+    """(combined rows, accepted) of one shard, from its experts' results before they weighted any."""
     fixed = transport.settings.transport == "fixed_cell"
-    by_expert = [b.reshape(shape.local_experts, -1, b.shape[1]) if fixed else b for b in buffers]
-    back = [transport.give_back(b, arrival) for b, arrival in zip(by_expert, arrivals, strict=True)]
+    weighted = [b if w is None else w * b for b, (w, _) in zip(buffers, arrivals, strict=True)]
+    by_expert = [b.reshape(shape.local_experts, -1, b.shape[1]) if fixed else b for b in weighted]
+    back = [transport.give_back(b, arrival) for b, (_, arrival) in zip(by_expert, arrivals, strict=True)]
     accepted = transport.accepted(back, plan)
     return transport.combine(back, weights, accepted, plan), accepted
 

@@ -28,7 +28,7 @@ def test_experts_on_capacity_rows_never_see_the_tails(batched):
     w_gate_up, w_down = normal(len(SIZES), H, 2 * F) * H**-0.5, normal(len(SIZES), F, H) * F**-0.5
 
     def layer(rows, w_gate_up, w_down):
-        return capacity_mlp(rows, w_gate_up, w_down, sizes, R, Methods(batched=batched))
+        return capacity_mlp(rows, w_gate_up, w_down, sizes, R, methods=Methods(batched=batched))
 
     def plain(rows, w_gate_up, w_down):
         rows = jnp.where(held[..., None], rows, 0).reshape(-1, H)

@@ -97,14 +97,20 @@ def test_capacity_rows_are_multiplied_by_what_padding_makes_faster(ops, monkeypa
     monkeypatch.setattr(ops.grouped_matmul, "product", product)
     arguments = (jnp.asarray(rows).reshape(len(SIZES), -1, 32), *map(jnp.asarray, (w_gate_up, w_down)))
     expected_rows = max(SIZES) - padding_rows
-    out, pull = jax.vjp(lambda *given: ops.grouped_mlp.capacity_mlp(*given, groups.sizes_e, expected_rows), *arguments)
+    row_weights = np.where(owned, np.random.default_rng(1).integers(0, 3, len(owned)), np.nan).astype(np.float32)
+
+    def layer(rows, w_gate_up, w_down, row_weights):
+        return ops.grouped_mlp.capacity_mlp(rows, w_gate_up, w_down, groups.sizes_e, expected_rows, row_weights)
+
+    out, pull = jax.vjp(layer, *arguments, jnp.asarray(row_weights).reshape(len(SIZES), -1))
     found = out, *pull(jnp.asarray(d_out).reshape(out.shape))
     assert product.call_count == (0 if batched else 4)
-    wanted = by_hand(groups, rows, w_gate_up, w_down, np.ones(len(owned)), d_out)
-    for got, right in zip(found[:2], wanted, strict=False):
-        np.testing.assert_allclose(np.asarray(got).reshape(len(owned), -1)[owned], right[owned], rtol=0, atol=3e-4)
-    for got, right in zip(found[2:], wanted[2:], strict=False):
-        np.testing.assert_allclose(got, right, rtol=0, atol=2e-5 * np.abs(right).max())
+    wanted = by_hand(groups, rows, w_gate_up, w_down, row_weights, d_out)
+    for n in (0, 1, 4):  # out, of rows, of their weights: at rows
+        got = np.asarray(found[n]).reshape(len(owned), *wanted[n].shape[1:])
+        np.testing.assert_allclose(got[owned], wanted[n][owned], rtol=0, atol=3e-4)
+    for n in (2, 3):
+        np.testing.assert_allclose(found[n], wanted[n], rtol=0, atol=2e-5 * np.abs(wanted[n]).max())
 
 
 def test_a_remat_policy_can_keep_the_first_product_by_its_name(ops, monkeypatch):

@@ -353,6 +353,7 @@ def test_slots_of_tokens_need_smaller_buffers():
     assignments, tokens = (wave_rows(EPConfig(slots=slots), shape, 1024) for slots in ("assignment", "token"))
     assert tokens.sent == tokens.received == 2 * 4096
     assert tokens.returned == 2 * (4096 + 4)  # 8 flags fit one lane of a slot
+    assert (tokens.kept_back, assignments.kept_back) == (4096, assignments.returned)
     assert assignments.sent > 4.5 * tokens.sent
     assert assignments.experts == tokens.experts
 
