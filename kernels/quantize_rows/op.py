@@ -32,14 +32,14 @@ class RestoreLaunch:
     warps: int = 4
 
 
-# Not tuned on a GPU yet; the defaults are those of gather_rows, or a thread's 16 to 64 elements.
+# The first of each was the fastest on an H200 (benchmarks/quantize_h200_20261130.json) and is the default.
 QUANTIZE_CANDIDATES = (
+    QuantizeLaunch(warps=2),
     QuantizeLaunch(),
     QuantizeLaunch(warps=8),
     QuantizeLaunch(rows=2),
     QuantizeLaunch(rows=2, warps=8),
     QuantizeLaunch(rows=4, warps=8),
-    QuantizeLaunch(warps=2),
     QuantizeLaunch(warps=16),
 )
 RESTORE_CANDIDATES = (
