@@ -1,8 +1,8 @@
 """Problems, meshes and the oracle's answers for the tests of ep_jax.ep.
 
 A problem is one layer's global arrays in mesh order; the router is part of it, so that its gradient is tested too. The
-program under test is one jitted function per (mesh, settings, shapes); the oracle is `ep_jax.ep.reference` per ep group
-plus the chain rule of a softmax router, all in NumPy float64.
+program under test is one jitted function per (mesh, settings, shapes); the oracle is `ep_jax.ep.reference_values` per
+ep group plus the chain rule of a softmax router, all in NumPy float64.
 
 Letters: D devices, G ep groups, S ep shards, T tokens (of all shards; of one behind an S), K choices, E experts,
 H routed width, F expert hidden width, P stages of the drop report.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_jax.ep import EPConfig, reference, routed_experts
+from ep_jax.ep import EPConfig, reference_values, routed_experts
 from ep_jax.ep.reference import INVALID, KEPT, RECEIVER, SENDER, Policy
 from ep_jax.mesh import MeshConfig, make_mesh
 
@@ -185,10 +185,10 @@ def oracle(given: Problem, settings: EPConfig, shards: int, sequence_length: int
     for group in range(NUM_DEVICES // shards):
         parts = grouped(shards, group, rows, given.ids, weights_TK, given.valid, given.d_out)
         inputs = (*parts[:4], given.w_gate_up, given.w_down)
-        out_STH, fates = reference.forward(*inputs, **options)
+        out_STH, fates = reference_values.forward(*inputs, **options)
         out.append(out_STH)
         fate.append(fates.fate)
-        grads.append(reference.gradients(*inputs, parts[4], **options))
+        grads.append(reference_values.gradients(*inputs, parts[4], **options))
     fate_TK = np.concatenate(fate).reshape(given.ids.shape)
     joined = {name: np.concatenate([g[name] for g in grads]) for name in ("rows", "weights")}
     d_weights_TK = joined["weights"].reshape(given.ids.shape)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from ep_jax.ep import EPConfig, payload, reference, routed_experts
+from ep_jax.ep import EPConfig, payload, reference_values, routed_experts
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.payload import Float8Rows
 from ep_jax.ep.pooled_wave import PooledWave
@@ -58,11 +58,11 @@ def rounded(rows):
 
 def oracle(given, settings, shards):
     """`ep_cases.oracle` whose experts see rounded rows; its router doesn't."""
-    forward = lambda rows, *rest, **options: reference.forward(narrow(rows), *rest, **options)  # noqa: E731
-    gradients = lambda rows, *rest, **options: reference.gradients(narrow(rows), *rest, **options)  # noqa: E731
+    forward = lambda rows, *rest, **options: reference_values.forward(narrow(rows), *rest, **options)  # noqa: E731
+    gradients = lambda rows, *rest, **options: reference_values.gradients(narrow(rows), *rest, **options)  # noqa: E731
     narrow = lambda rows: rounded(rows.astype(given.rows.dtype)).astype(np.float64)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ep_cases, "reference", types.SimpleNamespace(forward=forward, gradients=gradients))
+        patch.setattr(ep_cases, "reference_values", types.SimpleNamespace(forward=forward, gradients=gradients))
         return ep_cases.oracle(given, settings, shards, SIZES.sequence_length)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from ep_jax.ep import reference
+from ep_jax.ep import reference, reference_values
 from ep_jax.ep.reference import INVALID, KEPT, RECEIVER, SENDER, Policy
 
 PLENTY = 1000.0
@@ -158,7 +158,7 @@ def test_forward_sums_survivors_and_rescales():
     both = 0.5 * expert_output(arguments, 0, 0, 0) + 0.5 * expert_output(arguments, 0, 0, 1)
     one = expert_output(arguments, 0, 1, 1)
 
-    out, result = reference.forward(**arguments, policy=Policy(**settings))
+    out, result = reference_values.forward(**arguments, policy=Policy(**settings))
     assert result.fate.tolist() == [[[KEPT, KEPT], [RECEIVER, KEPT], [RECEIVER, RECEIVER], [INVALID, INVALID]]]
     np.testing.assert_allclose(out, [[both, 0.75 * one, np.zeros(3), np.zeros(3)]], rtol=1e-12, atol=0)
     report = reference.counts(result, arguments["expert_ids"], arguments["weights"], num_experts=4)
@@ -166,7 +166,7 @@ def test_forward_sums_survivors_and_rescales():
     assert report.valid.tolist() == [[3, 2, 1, 0]]
     assert report.receiver.tolist() == [[2, 1, 0, 0]]
 
-    out, _ = reference.forward(**arguments, policy=Policy(**settings, rescale=True))
+    out, _ = reference_values.forward(**arguments, policy=Policy(**settings, rescale=True))
     np.testing.assert_allclose(out, [[both, one, np.zeros(3), np.zeros(3)]], rtol=1e-12, atol=0)
 
 
@@ -178,10 +178,10 @@ def test_survivors_of_weight_zero_stay_zero_when_rescaled():
         "rows": np.ones((1, 2, 3)),
     }
     policy = Policy(transport="pooled_wave", sender_factor=PLENTY, receiver_factor=0.6, rescale=True)
-    out, result = reference.forward(**arguments, policy=policy)
+    out, result = reference_values.forward(**arguments, policy=policy)
     assert result.fate[0, 1].tolist() == [RECEIVER, KEPT]
     assert (out[0, 1] == 0).all()
-    gradients = reference.gradients(**arguments, d_out=np.ones_like(out), policy=policy)
+    gradients = reference_values.gradients(**arguments, d_out=np.ones_like(out), policy=policy)
     assert (gradients["weights"][0, 0] != 0).all()
     assert (gradients["weights"][0, 1] == 0).all()
     assert (gradients["rows"][0, 1] == 0).all()
@@ -200,19 +200,19 @@ def test_survivors_of_weight_zero_stay_zero_when_rescaled():
 def test_gradients_are_finite_differences(settings, rescale):
     arguments = problem()
     policy = Policy(**settings, rescale=rescale)
-    out, result = reference.forward(**arguments, policy=policy)
+    out, result = reference_values.forward(**arguments, policy=policy)
     kept, valid = result.fate == KEPT, arguments["valid"]
     assert (kept.any(-1) & ~kept.all(-1) & valid).any(), "no token lost only a part of its choices"
     assert np.isfinite(out).all()
 
     d_out = np.random.default_rng(2).normal(size=out.shape)
     d_out[~valid] = np.nan
-    gradients = reference.gradients(**arguments, d_out=d_out, policy=policy)
+    gradients = reference_values.gradients(**arguments, d_out=d_out, policy=policy)
 
     def loss(name, index, shift):
         moved = arguments[name].copy()
         moved[index] += shift
-        out, _ = reference.forward(**arguments | {name: moved}, policy=policy)
+        out, _ = reference_values.forward(**arguments | {name: moved}, policy=policy)
         return (out[valid] * d_out[valid]).sum()
 
     step = 1e-5

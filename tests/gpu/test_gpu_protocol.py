@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from ep_jax.ep import EPConfig, reference, routed_experts
+from ep_jax.ep import EPConfig, reference, reference_values, routed_experts
 from ep_jax.mesh import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.gpu
@@ -108,10 +108,10 @@ def oracle(given, settings: EPConfig, groups: int):
             for name in ("rows", "ids", "weights", "valid", "d_out")
         )
         inputs = (rows, ids, weights, valid, given["w_gate_up"], given["w_down"])
-        group_out, fates = reference.forward(*inputs, sequence_length=SEQUENCE, policy=policy)
+        group_out, fates = reference_values.forward(*inputs, sequence_length=SEQUENCE, policy=policy)
         fate.append(fates.fate.reshape(-1, K))
         out.append(group_out.reshape(-1, rows.shape[-1]))
-        gradients.append(reference.gradients(*inputs, d_out, sequence_length=SEQUENCE, policy=policy))
+        gradients.append(reference_values.gradients(*inputs, d_out, sequence_length=SEQUENCE, policy=policy))
     joined = {
         name: np.concatenate([g[name].reshape(-1, g[name].shape[-1]) for g in gradients])
         for name in ("rows", "weights")
