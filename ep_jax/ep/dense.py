@@ -4,6 +4,7 @@ Letters: E experts, T tokens per shard, K choices, A = T*K assignments, H routed
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, invert, rank_in_group
 from ep_jax.ep.returned import Returned, ReturnsRows
 from ep_jax.ep.routes import Routes
-from ep_jax.ep.rows import move_rows
+from ep_jax.ep.rows import move_numbers, move_rows, sum_moved_rows
 from ep_jax.ep.settings import EPConfig
 from ep_jax.mesh import gather_shards
 
@@ -25,15 +26,19 @@ class DensePlan(NamedTuple):
     assignment_Q: jax.Array  # its inverse
     sent_TK: jax.Array  # bool
     sizes_E: jax.Array  # rows of each expert
+    weights_A: jax.Array  # float32, by which the experts multiply the results of their rows
 
 
-def expert_order(ids_TK: jax.Array, num_experts: int) -> DensePlan:
+def expert_order(ids_TK: jax.Array, weights_TK: jax.Array, num_experts: int) -> DensePlan:
     """Sorts one shard's assignments by expert, those with id -1 left out."""
     ids_A = ids_TK.reshape(-1)
     sizes_E = count_groups(ids_A, num_experts)
     start_E = jnp.cumsum(sizes_E) - sizes_E
     place_A = jnp.where(ids_A < 0, -1, start_E[ids_A] + rank_in_group(ids_A, num_experts))
-    return DensePlan(place_A.reshape(ids_TK.shape), invert(place_A, ids_A.size), ids_TK >= 0, sizes_E)
+    order = place_A.reshape(ids_TK.shape), invert(place_A, ids_A.size), ids_TK >= 0, sizes_E
+    place_TK, assignment_Q, sent_TK, sizes_E = checkpoint_name(order, "route_plan")
+    weights_A = move_numbers(weights_TK.reshape(-1), assignment_Q, place_TK.reshape(-1, 1))
+    return DensePlan(place_TK, assignment_Q, sent_TK, sizes_E, checkpoint_name(weights_A, "route_plan"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +56,28 @@ class Dense(ReturnsRows):
 
     def plan(self, routes: Routes) -> DensePlan:
         """Sorts the shard's own assignments by expert."""
-        return checkpoint_name(expert_order(routes.valid_ids_TK, self.shape.num_experts), "route_plan")
+        return expert_order(routes.valid_ids_TK, routes.weights_TK, self.shape.num_experts)
 
     def dispatch(
         self, rows_TH: jax.Array, plan: DensePlan, wave: int, after: jax.Array | int
     ) -> tuple[RaggedRows, DensePlan]:
         """(RaggedRows of all experts, the plan)."""
         del wave, after
-        token_A = jnp.where(plan.assignment_Q < 0, -1, plan.assignment_Q // self.shape.experts_per_token)
-        rows_AH = checkpoint_name(move_rows(rows_TH, token_A, plan.place_TK), "expert_input")
-        return RaggedRows(rows_AH, plan.sizes_E), plan
+        rows_AH = checkpoint_name(move_rows(rows_TH, self._token_A(plan), plan.place_TK), "expert_input")
+        return RaggedRows(rows_AH, plan.sizes_E, plan.weights_A), plan
 
     def give_back(self, results_AH: jax.Array, plan: DensePlan) -> Returned:
         """The rows never left."""
-        return Returned(checkpoint_name(results_AH, "expert_output"), None)
+        return Returned(results_AH, None)
+
+    def combine(
+        self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: DensePlan
+    ) -> jax.Array:
+        """[T,H]: the sum of each token's rows; the experts have multiplied them by their weights."""
+        del weights_TK, accepted_TK
+        # Gradients need the sum (of the layer above), not what it was summed of.
+        return checkpoint_name(sum_moved_rows(returned[0].rows_QH, plan.place_TK, self._token_A(plan)), "expert_output")
+
+    def _token_A(self, plan: DensePlan) -> jax.Array:
+        """The token of each row, -1 for none."""
+        return jnp.where(plan.assignment_Q < 0, -1, plan.assignment_Q // self.shape.experts_per_token)

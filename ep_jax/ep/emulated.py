@@ -16,35 +16,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.dense import Dense, DensePlan, expert_order
 from ep_jax.ep.drops import DROPPED_BY_RECEIVER, KEPT
-from ep_jax.ep.experts import RaggedRows
-from ep_jax.ep.returned import Returned, ReturnsRows
-from ep_jax.ep.routes import Routes
-from ep_jax.ep.settings import EPConfig
+from ep_jax.ep.routes import Routes, rescaled_weights
 from ep_jax.ep.simulate import simulate
 
 
 @dataclasses.dataclass(frozen=True)
-class Emulated(ReturnsRows):
-    """The transport for one layer shape; its methods run inside shard_map over the axis `ep`."""
+class Emulated(Dense):
+    """The transport for the layer shape of the real ep group; its methods run inside shard_map over the axis `ep`.
 
-    settings: EPConfig
-    shape: LayerShape  # of the real ep group
-    waves = 1  # all that is kept is computed at once; the policy's waves are part of the decision
-
-    @property
-    def dense(self) -> Dense:
-        return Dense(self.settings, self.shape)
+    All that is kept is computed at once; the policy's waves are part of the decision.
+    """
 
     def plan(self, routes: Routes) -> DensePlan:
         """Sorts by expert what the emulated group keeps of the device's assignments."""
         fate_TK = self.fates(routes)
         kept_TK = fate_TK == KEPT
-        plan = expert_order(jnp.where(kept_TK, routes.expert_ids_TK, -1), self.shape.num_experts)
-        plan = plan._replace(sent_TK=kept_TK | (fate_TK == DROPPED_BY_RECEIVER))
-        return checkpoint_name(plan, "route_plan")
+        weights_TK = rescaled_weights(routes, kept_TK) if self.settings.rescale else routes.weights_TK
+        plan = expert_order(jnp.where(kept_TK, routes.expert_ids_TK, -1), weights_TK, self.shape.num_experts)
+        sent_TK = kept_TK | (fate_TK == DROPPED_BY_RECEIVER)
+        return plan._replace(sent_TK=checkpoint_name(sent_TK, "route_plan"))
 
     def fates(self, routes: Routes) -> jax.Array:
         """int8 [T,K]: what becomes of the device's assignments in the emulated group."""
@@ -62,17 +54,3 @@ class Emulated(ReturnsRows):
         )
         by_device_DTK = fate_StK.reshape(self.shape.num_shards, *routes.expert_ids_TK.shape)
         return by_device_DTK[lax.axis_index("ep")]
-
-    def dispatch(
-        self, rows_TH: jax.Array, plan: DensePlan, wave: int, after: jax.Array | int
-    ) -> tuple[RaggedRows, DensePlan]:
-        """(RaggedRows of all experts, the plan)."""
-        return self.dense.dispatch(rows_TH, plan, wave, after)
-
-    def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
-        """All E experts' weights."""
-        return self.dense.weights_of(wave, w_gate_up, w_down)
-
-    def give_back(self, results_AH: jax.Array, plan: DensePlan) -> Returned:
-        """The rows never left."""
-        return self.dense.give_back(results_AH, plan)

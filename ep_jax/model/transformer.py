@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Names that the protocol gives to what it sends, gets back and plans with; the policy "exchanges" keeps these alone.
 EXCHANGE_NAMES = ("dispatched_rows", "returned_rows", "route_plan")
-# Names that "products" keeps too: the experts' first products, and where no row travels their inputs and results.
+# Names that "products" keeps too: the experts' first products; where no row travels their inputs and summed results.
 PRODUCT_NAMES = ("expert_hidden", "expert_input", "expert_output")
 
 

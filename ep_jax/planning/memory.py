@@ -197,7 +197,7 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
         rows = shape.num_experts * FixedCell(settings, shape).cell_rows
         return WaveRows(rows, rows, rows, rows, rows, rows, settings.waves)
     if settings.transport == "dense":
-        return WaveRows(0, 0, shape.assignments, 0, shape.assignments, shape.assignments, 1)
+        return WaveRows(0, 0, shape.assignments, 0, shape.assignments, tokens, 1)
     receivers = Receivers(settings, shape)
     held = receivers.rows(0)
     if settings.transport == "ring":
@@ -303,8 +303,8 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
     if sizes.config.ep.transport == "rowwise" and policy == "products" and not sizes.config.model.scan:
         # SwiGLU's results: outside a loop XLA finds them there instead of computing them again.
         exchanged += rows.experts * sizes.config.model.expert_hidden_dim * sizes.itemsize
-    if sizes.config.ep.transport == "dense":  # of the experts' inputs and results
-        exchanged = 2 * rows.experts * row_bytes if policy == "products" else 0
+    if sizes.config.ep.transport == "dense":  # nothing travels; the experts' inputs, and the sum
+        exchanged = (rows.experts + rows.kept_back) * row_bytes if policy == "products" else 0
     plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
     if sizes.config.ep.transport == "rowwise" and once_per_peer(sizes.shape, sizes.shape.local_experts):
         peers = sizes.shape.num_shards - 1  # the maps of rows that cross once: what to send, copy, sum here and add up

@@ -60,7 +60,7 @@ def combine(settings, ids, order_weights, valid, buffers, weights):
     """Combined rows; ranks by `order_weights`, so that the result is linear in `weights`."""
     transport, group = make_transport(settings, SHAPE), vmapped.group_of(settings)
     zeros = jnp.zeros((SHAPE.tokens, WIDTH))
-    if settings.slots == "token":  # they travel with the routes, and ranks have no derivative
+    if settings.slots == "token" or settings.transport == "dense":  # experts weight; ranks have no derivative
         order_weights = weights
     rows, routes = mixed(group, order_weights, zeros, lambda w: vmapped.local_routes(ids, w, valid))
     if group > 1:
