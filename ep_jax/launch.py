@@ -99,7 +99,9 @@ def preset_of(config: RunConfig, platform: str) -> str:
     if config.ep.transport == "ragged":
         return "gpu_ragged"
     # A loop over parts of the batch would be taken apart too, at the cost of memory and compiling (xla_flags.py).
-    return "gpu_scan" if config.model.scan and config.train.accumulation == 1 else "gpu"
+    if config.model.scan and config.train.accumulation == 1:
+        return "gpu_scan"
+    return "gpu_in_order" if config.ep.exchanges_are_short else "gpu"
 
 
 def unused_settings(config: RunConfig) -> list[str]:

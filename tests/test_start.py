@@ -29,3 +29,22 @@ def test_a_gpu_that_jax_does_not_find_is_refused(monkeypatch):
 def test_loops_are_pipelined_only_where_layers_are_the_one_loop(platform, scan, parts, transport, preset):
     config = tiny_config(model__scan=scan, train__accumulation=parts, ep__transport=transport)
     assert launch.preset_of(config, platform) == preset
+
+
+@pytest.mark.parametrize(
+    ("changes", "preset"),
+    [
+        ({}, "gpu_in_order"),
+        ({"transport": "auto"}, "gpu_in_order"),
+        ({"transport": "rowwise"}, "gpu"),
+        ({"slots": "assignment"}, "gpu"),
+        ({"waves": "2"}, "gpu_in_order"),
+        ({"waves": "2", "schedule": "overlapped"}, "gpu"),
+    ],
+    ids=str,
+)
+def test_short_exchanges_stay_in_order(changes, preset):
+    settings = {"transport": "pooled_wave", "slots": "token", "waves": "1"} | changes
+    config = tiny_config(model__scan="false", **{f"ep__{name}": value for name, value in settings.items()})
+    assert launch.preset_of(config, "gpu") == preset
+    assert launch.preset_of(config, "cpu") == "cpu"

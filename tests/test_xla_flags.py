@@ -144,5 +144,7 @@ def test_platform_is_found_without_jax():
 
 
 def test_unknown_preset_is_refused():
-    with pytest.raises(ConfigError, match="XLA preset 'tpu': allowed is one of cpu, gpu, gpu_scan, gpu_ragged"):
+    with pytest.raises(
+        ConfigError, match="XLA preset 'tpu': allowed is one of cpu, gpu, gpu_scan, gpu_in_order, gpu_ragged"
+    ):
         xla_flags.prepare("tpu", environ={})

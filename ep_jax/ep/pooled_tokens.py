@@ -106,15 +106,15 @@ class PooledTokens(Pooled):
 
     def entries(self, routes: Routes, pool: Capacity) -> tuple[jax.Array, jax.Array]:
         """As of Pooled."""
-        place_TK, nth_TK, _, local_id_E = self._slots(routes, pool)
-        return jnp.where(place_TK < 0, -1, place_TK * self.per_slot + nth_TK), local_id_E
+        _, _, entry_TK, _, local_id_E = self._slots(routes, pool)
+        return entry_TK, local_id_E
 
     def _slots(self, routes: Routes, pool: Capacity) -> tuple[jax.Array, ...]:
-        """(place_TK, nth_TK, and of the entries in [W, S, P, J] assignment and local id, -1 for none)."""
+        """(place_TK, nth_TK, entry_TK in [W, S, P, J], and of the entries assignment and local id, -1 for none)."""
         place_TK, nth_TK = plan_tokens(routes, self.shape, pool, self.settings.order, self.waves)
         entry_TK = jnp.where(place_TK < 0, -1, place_TK * self.per_slot + nth_TK)
         slots = self.waves * self.shape.num_shards * pool.static_rows(self.shape.tokens)
-        return place_TK, nth_TK, *held_by(entry_TK, slots * self.per_slot, routes, self.shape)
+        return place_TK, nth_TK, entry_TK, *held_by(entry_TK, slots * self.per_slot, routes, self.shape)
 
     def _accept_entries(
         self, local_id_SPJ: jax.Array, expert_limit: jax.Array
@@ -136,8 +136,9 @@ class PooledTokens(Pooled):
     def plan(self, routes: Routes) -> TokenPlan:
         """The source's integers for all waves, and from one small exchange the receiver's."""
         choices = self.per_slot
-        place_TK, nth_TK, assignment_E, local_id_E = self._slots(routes, self.pool)
-        weight_E = jnp.where(assignment_E < 0, 0, routes.weights_TK.reshape(-1)[assignment_E])
+        places = checkpoint_name(self._slots(routes, self.pool), "route_plan")
+        place_TK, nth_TK, entry_TK, assignment_E, local_id_E = places
+        weight_E = move_numbers(routes.weights_TK.reshape(-1), assignment_E, entry_TK.reshape(-1, 1))
         # Ids are exact in float32, and so the weights' gradients come back the same way.
         told_E2 = jnp.stack([local_id_E.astype(weight_E.dtype), weight_E], axis=-1)
         by_wave = (self.waves, self.shape.num_shards, self.pool_rows, choices, 2)
@@ -153,8 +154,7 @@ class PooledTokens(Pooled):
             return TokenArrival(place_QJ, entry_C, sizes_e, checkpoint_name(weights_C, "route_plan"))
 
         arrivals = tuple(arrival(wave) for wave in range(self.waves))
-        plan = checkpoint_name((place_TK, nth_TK, assignment_E.reshape(-1, choices)), "route_plan")
-        place_TK, nth_TK, assignment_QJ = plan
+        assignment_QJ = assignment_E.reshape(-1, choices)
         return TokenPlan(place_TK, nth_TK, assignment_QJ, arrivals, routes.weights_TK, routes.valid_T)
 
     def dispatch(

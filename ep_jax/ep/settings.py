@@ -114,6 +114,12 @@ class EPConfig:
         """Whether an ep group other than the mesh's decides the drops, and rows stay where they are."""
         return self.emulated_shards > 0 and "emulated_shards" in self.used
 
+    @property
+    def exchanges_are_short(self) -> bool:
+        """Whether exchanges are better not run beside kernels that fill a GPU (preset gpu_in_order, xla_flags.py)."""
+        overlaps = self.waves > 1 and self.schedule == "overlapped"
+        return self.transport in ("pooled_wave", AUTO) and self.slots == "token" and not overlaps
+
     def describe(self) -> str:
         """The transport and what it uses, on one line."""
         parts = [f"{name} {getattr(self, name)}" for name in self.used]

@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     platform = xla_flags.default_platform()
     preset = "cpu" if platform == "cpu" else "gpu_ragged" if "ragged" in arguments.transport else "gpu"
+    if preset == "gpu" and any(settings.exchanges_are_short for settings in settings_of(arguments)):
+        preset = "gpu_in_order"
     flags = xla_flags.prepare(preset, arguments.devices if platform == "cpu" else None, profiling=True)
 
     import jax
@@ -70,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--shapes", default="A,B,C", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--routing", default="uniform", help=f"of {', '.join(ROUTINGS)}, {TRACE}PATH[:LAYER]")
-    transports = f"of {', '.join((stock.NAME, *TRANSPORTS))}; with ragged all run under the XLA flags of ragged"
+    transports = f"of {', '.join((stock.NAME, *TRANSPORTS))}; with ragged all run under its XLA flags"
     parser.add_argument("--transport", default="pooled_wave", help=transports)
     parser.add_argument("--sender", default="1.03", help="sender factors")
     parser.add_argument("--receiver", default="1.03", help="receiver factors")
