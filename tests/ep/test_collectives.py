@@ -199,9 +199,8 @@ def float_scatter_adds(jaxpr) -> list:
     """Every scatter-add of floats, rows or single numbers, in a jaxpr and all that it contains."""
     found = []
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "scatter-add":
-            if jnp.issubdtype(equation.invars[2].aval.dtype, jnp.floating):
-                found.append(equation)
+        if equation.primitive.name == "scatter-add" and jnp.issubdtype(equation.invars[2].aval.dtype, jnp.floating):
+            found.append(equation)
         for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(parameter, "jaxpr", parameter)
             if hasattr(inner, "eqns"):
