@@ -6,6 +6,7 @@ step's bias) and `loss.py` (load-balance and z-loss).
 Shapes: T tokens, D model width, E experts, K choices of a token, B histogram bins.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -55,8 +56,7 @@ def route(
         z_sum=jnp.sum(jnp.where(valid_T, jax.nn.logsumexp(logits_TE, axis=-1) ** 2, 0.0)),
         histogram=histogram,
     )
-    chosen_TK = jnp.take_along_axis(scores_TE, top, axis=-1)
-    return Choices(top, scaled_to_sum(chosen_TK, config.weight_sum)), stats
+    return Choices(top, scaled_to_sum(scores_of(scores_TE, top, config.num_experts), config.weight_sum)), stats
 
 
 def choose(scores_TE: jax.Array, bias_E: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
@@ -67,6 +67,25 @@ def choose(scores_TE: jax.Array, bias_E: jax.Array, experts_per_token: int) -> t
     biased_TE = jax.lax.stop_gradient(scores_TE) + bias_E[None, :]
     values, ids = jax.lax.top_k(biased_TE, min(experts_per_token + 1, scores_TE.shape[-1]))
     return ids[:, :experts_per_token].astype(jnp.int32), values[:, -1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def scores_of(scores_TE: jax.Array, expert_ids_TK: jax.Array, num_experts: int) -> jax.Array:
+    """[T, K]: the scores of each token's experts. Ids are distinct in a row, so that its gradient is no scatter-add."""
+    del num_experts
+    return jnp.take_along_axis(scores_TE, expert_ids_TK, axis=-1)
+
+
+def _scores_of_forward(scores_TE, expert_ids_TK, num_experts):
+    return scores_of(scores_TE, expert_ids_TK, num_experts), expert_ids_TK
+
+
+def _scores_of_backward(num_experts, expert_ids_TK, d_chosen_TK):
+    matches_TKE = expert_ids_TK[:, :, None] == jnp.arange(num_experts)[None, None, :]
+    return jnp.sum(jnp.where(matches_TKE, d_chosen_TK[:, :, None], 0), axis=1), None
+
+
+scores_of.defvjp(_scores_of_forward, _scores_of_backward)
 
 
 def count_choices(expert_ids_TK: jax.Array, valid_T: jax.Array, num_experts: int) -> jax.Array:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ep_jax.model.config import RouterConfig
-from ep_jax.model.router import choose, route
+from ep_jax.model.router import choose, route, scores_of
 
 
 def random_case(T=64, D=12, E=8, seed=0):
@@ -55,6 +55,18 @@ def test_route_equals_numpy(scores, K):
 def test_ties_go_to_the_lower_expert_and_all_experts_can_be_chosen():
     ids, _ = choose(jnp.zeros((3, 4)), jnp.zeros(4), 4)
     np.testing.assert_array_equal(ids, np.tile(np.arange(4), (3, 1)))
+
+
+def test_a_score_gets_the_gradient_of_its_choice():
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.permutation(8)[:3] for _ in range(16)])
+    d_chosen, wanted = rng.normal(size=ids.shape), np.zeros((16, 8))
+    for t, k in np.ndindex(ids.shape):
+        wanted[t, ids[t, k]] += d_chosen[t, k]
+    scores = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    chosen, pull = jax.vjp(jax.jit(lambda scores: scores_of(scores, jnp.asarray(ids, jnp.int32), 8)), scores)
+    np.testing.assert_array_equal(chosen, np.take_along_axis(np.asarray(scores), ids, axis=1))
+    np.testing.assert_allclose(pull(jnp.asarray(d_chosen, jnp.float32))[0], wanted, rtol=1e-6)
 
 
 def test_scores_that_underflow_give_finite_weights_and_gradients():
