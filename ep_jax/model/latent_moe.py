@@ -126,11 +126,12 @@ def _gate_backward(hidden_T2F, d_out_TF):
     wide_T2F, d_out_TF = hidden_T2F.astype(jnp.float32), d_out_TF.astype(jnp.float32)
     halves_TPF = wide_T2F.reshape(-1, 2, d_out_TF.shape[-1])
     partner_TPF = halves_TPF[:, ::-1]  # up for gate, gate for up
-    sigmoid_TPF = jax.nn.sigmoid(halves_TPF)
-    of_gate_TPF = partner_TPF * sigmoid_TPF * (1 + halves_TPF * (1 - sigmoid_TPF))
-    of_up_TPF = jax.nn.silu(partner_TPF)
-    is_gate_P = jnp.array([True, False])
-    d_halves_TPF = d_out_TF[:, None] * jnp.where(is_gate_P[:, None], of_gate_TPF, of_up_TPF)
+    is_gate_TPF = jax.lax.broadcasted_iota(jnp.int32, halves_TPF.shape, 1) == 0
+    # Chosen before the sigmoid: on a GPU one for each number, not two, decides how long this takes.
+    gate_TPF, up_TPF = jnp.where(is_gate_TPF, halves_TPF, partner_TPF), jnp.where(is_gate_TPF, partner_TPF, halves_TPF)
+    sigmoid_TPF = jax.nn.sigmoid(gate_TPF)
+    of_gate_TPF = up_TPF * (1 + gate_TPF * (1 - sigmoid_TPF))
+    d_halves_TPF = d_out_TF[:, None] * sigmoid_TPF * jnp.where(is_gate_TPF, of_gate_TPF, gate_TPF)
     return (d_halves_TPF.reshape(hidden_T2F.shape).astype(hidden_T2F.dtype),)
 
 
