@@ -74,7 +74,8 @@ PRESETS = (
             "--xla_gpu_enable_latency_hiding_scheduler=true",
             # Beside a persistent kernel an exchange holds multiprocessors while it waits for its peer, and the kernel's
             # blocks there begin when it is through. Where exchanges are short (slots of tokens) that costs more than it
-            # hides: on 2 H200 19.8 to 23.8 ms a layer from call to call, in order 21.1 to 21.6 (experiments/LOG.md).
+            # hides: at bench shape B 23.3 ms a layer on 2 H200 (a tenth of the calls below 19.8, a tenth above 23.8),
+            # on another, slower pair in order 21.3 (21.1, 21.6); experiments/LOG.md.
             "--xla_gpu_disable_async_collectives=ALLTOALL",
         ),
         environment=(("XLA_CLIENT_MEM_FRACTION", "0.9"),),

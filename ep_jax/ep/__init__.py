@@ -1,7 +1,7 @@
 """The fixed-capacity expert-parallel protocol, usable without the rest of the stack.
 
 `routed_experts` works on global arrays, `routed_experts_local` inside a shard_map. The specification of every policy is
-in ARCHITECTURE.md; `ep_jax.ep.reference` is the same in plain NumPy loops.
+in ARCHITECTURE.md; `ep_jax.ep.reference` (fates) and `reference_values` are the same in plain NumPy loops.
 """
 
 from ep_jax.ep.drops import DropReport, LocalDrops

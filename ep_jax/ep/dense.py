@@ -15,7 +15,7 @@ from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, invert, rank_in_group
 from ep_jax.ep.returned import Returned, ReturnsRows
-from ep_jax.ep.routes import Routes
+from ep_jax.ep.routes import Routes, rescaled_weights
 from ep_jax.ep.rows import move_numbers, move_rows, sum_moved_rows
 from ep_jax.ep.settings import EPConfig
 from ep_jax.mesh import gather_shards
@@ -56,7 +56,10 @@ class Dense(ReturnsRows):
 
     def plan(self, routes: Routes) -> DensePlan:
         """Sorts the shard's own assignments by expert."""
-        return expert_order(routes.valid_ids_TK, routes.weights_TK, self.shape.num_experts)
+        ids_TK = routes.valid_ids_TK
+        # All survive; what it changes is a token whose weights sum to zero.
+        weights_TK = rescaled_weights(routes, ids_TK >= 0) if self.settings.rescale else routes.weights_TK
+        return expert_order(ids_TK, weights_TK, self.shape.num_experts)
 
     def dispatch(
         self, rows_TH: jax.Array, plan: DensePlan, wave: int, after: jax.Array | int

@@ -31,12 +31,11 @@ class Emulated(Dense):
 
     def plan(self, routes: Routes) -> DensePlan:
         """Sorts by expert what the emulated group keeps of the device's assignments."""
-        fate_TK = self.fates(routes)
+        fate_TK = checkpoint_name(self.fates(routes), "route_plan")
         kept_TK = fate_TK == KEPT
         weights_TK = rescaled_weights(routes, kept_TK) if self.settings.rescale else routes.weights_TK
         plan = expert_order(jnp.where(kept_TK, routes.expert_ids_TK, -1), weights_TK, self.shape.num_experts)
-        sent_TK = kept_TK | (fate_TK == DROPPED_BY_RECEIVER)
-        return plan._replace(sent_TK=checkpoint_name(sent_TK, "route_plan"))
+        return plan._replace(sent_TK=kept_TK | (fate_TK == DROPPED_BY_RECEIVER))
 
     def fates(self, routes: Routes) -> jax.Array:
         """int8 [T,K]: what becomes of the device's assignments in the emulated group."""

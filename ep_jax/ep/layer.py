@@ -81,7 +81,10 @@ class Transport(Protocol):
     def combine(
         self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: Any, /
     ) -> jax.Array:
-        """[T,H]: the weighted sum of each token's kept results, in the dtype of the rows."""
+        """[T,H]: the weighted sum of each token's kept results, in the dtype of the rows.
+
+        Where the experts weight (ExpertRows), results come weighted already.
+        """
         ...
 
 

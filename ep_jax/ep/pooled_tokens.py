@@ -47,6 +47,16 @@ class TokenArrival(NamedTuple):
     weights_C: jax.Array  # float32 combine weights
 
 
+class TokenSlots(NamedTuple):
+    """Where a source puts its tokens, int32; entries are [W, S, P, J]."""
+
+    place_TK: jax.Array  # slot in [W, S, P], shared by a token's assignments to one shard, -1 when not sent
+    nth_TK: jax.Array  # which of its slot's J an assignment is
+    entry_TK: jax.Array  # both in one, -1 when not sent
+    assignment_E: jax.Array  # its inverse: t*K + k of each entry, -1 for none
+    local_id_E: jax.Array  # id of its expert within its shard, -1 for none
+
+
 class TokenPlan(NamedTuple):
     """Where a source puts its tokens, and what it accepts as a receiver; made once per layer."""
 
@@ -106,15 +116,14 @@ class PooledTokens(Pooled):
 
     def entries(self, routes: Routes, pool: Capacity) -> tuple[jax.Array, jax.Array]:
         """As of Pooled."""
-        _, _, entry_TK, _, local_id_E = self._slots(routes, pool)
-        return entry_TK, local_id_E
+        slots = self._slots(routes, pool)
+        return slots.entry_TK, slots.local_id_E
 
-    def _slots(self, routes: Routes, pool: Capacity) -> tuple[jax.Array, ...]:
-        """(place_TK, nth_TK, entry_TK in [W, S, P, J], and of the entries assignment and local id, -1 for none)."""
+    def _slots(self, routes: Routes, pool: Capacity) -> TokenSlots:
         place_TK, nth_TK = plan_tokens(routes, self.shape, pool, self.settings.order, self.waves)
         entry_TK = jnp.where(place_TK < 0, -1, place_TK * self.per_slot + nth_TK)
         slots = self.waves * self.shape.num_shards * pool.static_rows(self.shape.tokens)
-        return place_TK, nth_TK, entry_TK, *held_by(entry_TK, slots * self.per_slot, routes, self.shape)
+        return TokenSlots(place_TK, nth_TK, entry_TK, *held_by(entry_TK, slots * self.per_slot, routes, self.shape))
 
     def _accept_entries(
         self, local_id_SPJ: jax.Array, expert_limit: jax.Array
@@ -136,8 +145,8 @@ class PooledTokens(Pooled):
     def plan(self, routes: Routes) -> TokenPlan:
         """The source's integers for all waves, and from one small exchange the receiver's."""
         choices = self.per_slot
-        places = checkpoint_name(self._slots(routes, self.pool), "route_plan")
-        place_TK, nth_TK, entry_TK, assignment_E, local_id_E = places
+        slots = checkpoint_name(self._slots(routes, self.pool), "route_plan")
+        place_TK, nth_TK, entry_TK, assignment_E, local_id_E = slots
         weight_E = move_numbers(routes.weights_TK.reshape(-1), assignment_E, entry_TK.reshape(-1, 1))
         # Ids are exact in float32, and so the weights' gradients come back the same way.
         told_E2 = jnp.stack([local_id_E.astype(weight_E.dtype), weight_E], axis=-1)

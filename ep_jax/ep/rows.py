@@ -32,7 +32,7 @@ def move_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> 
 
 
 def move_numbers(values_N: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
-    """`move_rows` of one number a row, by XLA: what a number says is little, how rows are moved does not fit it."""
+    """`move_rows` of single numbers, [N] to [M]; by XLA, as kernels move rows of 16 bytes and more."""
     return gather_by_xla.move_rows(values_N[:, None], source_M, places_NJ)[:, 0]
 
 

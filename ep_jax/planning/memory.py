@@ -28,8 +28,8 @@ Small experts go through `ep/blocks.py` instead: weights and rows of its blocks,
 
 Remat keeps: none - all of it and the gathered weights of every layer; full - T*D*c a block; exchanges - that, and of
 each layer what arrived by the two exchanges (received + returned; of rows that the experts have weighted their sum
-alone, T*H*c, but for ep.rescale with slots of tokens: both) and the plan's integers; products - that, and the results
-of the dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; with rowwise and
+alone, T*H*c, but for slots of tokens with ep.rescale) and the plan's integers; products - that, and the results of the
+dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; with rowwise or dense and
 unrolled layers also SwiGLU's results, rows*F*c, as XLA was seen to do for H200 (tools.compile). The backward pass of a
 block holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus cotangents as large
 as the largest part of one layer, plus `ragged_dot`.
@@ -189,9 +189,8 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
         there = shards * (slots + (0 if settings.slots == "token" else header))
         back = shards * (slots + header_rows(slots, 2**transport.per_slot - 1, width))
         experts = min(held, shards * slots * transport.per_slot) if settings.receive == "pool" else held
-        kept = back
-        if settings.slots == "token":
-            kept = -(-tokens // settings.waves) + (back if settings.rescale else 0)
+        summed = settings.slots == "token" and not settings.rescale
+        kept = -(-tokens // settings.waves) if summed else back
         return WaveRows(there, there, experts, back, back, kept, settings.waves)
     if settings.transport == "fixed_cell":
         rows = shape.num_experts * FixedCell(settings, shape).cell_rows
@@ -300,11 +299,11 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
     rows = wave_rows(sizes.config.ep, sizes.shape, sizes.config.model.latent_dim)
     row_bytes = sizes.config.model.latent_dim * sizes.itemsize
     exchanged = rows.received * _payload_row_bytes(sizes) + rows.kept_back * row_bytes
-    if sizes.config.ep.transport == "rowwise" and policy == "products" and not sizes.config.model.scan:
-        # SwiGLU's results: outside a loop XLA finds them there instead of computing them again.
-        exchanged += rows.experts * sizes.config.model.expert_hidden_dim * sizes.itemsize
     if sizes.config.ep.transport == "dense":  # nothing travels; the experts' inputs, and the sum
         exchanged = (rows.experts + rows.kept_back) * row_bytes if policy == "products" else 0
+    if sizes.config.ep.transport in ("rowwise", "dense") and policy == "products" and not sizes.config.model.scan:
+        # SwiGLU's results: outside a loop XLA finds them there instead of computing them again.
+        exchanged += rows.experts * sizes.config.model.expert_hidden_dim * sizes.itemsize
     plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
     if sizes.config.ep.transport == "rowwise" and once_per_peer(sizes.shape, sizes.shape.local_experts):
         peers = sizes.shape.num_shards - 1  # the maps of rows that cross once: what to send, copy, sum here and add up

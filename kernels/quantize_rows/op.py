@@ -32,7 +32,7 @@ class RestoreLaunch:
     warps: int = 4
 
 
-# The first of each was the fastest on an H200 (benchmarks/quantize_h200_20261130.json) and is the default.
+# The first of each was the fastest at bench shape A on an H200 (benchmarks/quantize_h200_20261130.json); the default.
 QUANTIZE_CANDIDATES = (
     QuantizeLaunch(warps=2),
     QuantizeLaunch(),

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ep_jax.ep import EPConfig, routed_experts, routed_experts_local
 from ep_jax.ep.settings import TRANSPORTS
 from ep_jax.mesh import AXES
+from ep_jax.model.transformer import EXCHANGE_NAMES, PRODUCT_NAMES
 from tests.ep import ep_cases
 from tests.ep.ep_cases import Sizes, mesh_of, problem
 
@@ -80,6 +82,36 @@ def test_kept_exchanges_spare_slots_of_tokens_the_same_products():
         for slots in ("assignment", "token")
     ]
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "names", "kept"),
+    [
+        # The slots' rows that arrived, the weights of the experts' 448 rows, one row a token; no result of an expert.
+        (dict(slots="token"), EXCHANGE_NAMES, ["384,8", "448", "128,8"]),
+        # What came back, with a header row for each of 4 peers and 8 devices, instead of its sum: the scale's gradient.
+        (dict(slots="token", rescale=True), EXCHANGE_NAMES, ["384,8", "448", "32,14,8"]),
+        # The experts' inputs and weights, their first products (in blocks), one row a token.
+        (dict(transport="dense"), (*EXCHANGE_NAMES, *PRODUCT_NAMES), ["384,8", "384", "176,8,12", "128,8"]),
+    ],
+    ids=["token", "token-rescaled", "dense"],
+)
+def test_what_is_kept_of_rows(capsys, settings, names, kept):
+    layer, policy = layer_of(**settings), jax.checkpoint_policies.save_only_these_names(*names)
+    # What follows a layer needs its rows.
+    block = jax.checkpoint(lambda *floats: jnp.sin(layer(*floats, *GIVEN[5:])[0]), policy=policy)
+    print_saved_residuals(lambda *floats: jnp.sum(block(*floats)), *GIVEN[:5])
+    found = re.findall(r"^f32\[([\d,]+)\] output of shard_map", capsys.readouterr().out, flags=re.MULTILINE)
+    assert sorted(found) == sorted(kept)
+
+
+def test_kept_exchanges_spare_an_emulated_group_the_same_decision():
+    layer = layer_of(emulated_shards=8, rescale=True, sender_factor=0.8, receiver_factor=0.8)
+    texts = [stablehlo(gradient_of(layer, remat)) for remat in ("none", "exchanges")]
+    # Of integers: the weights of experts are gathered again.
+    for operation in (r'"stablehlo\.all_gather".*: \(tensor<[^>]*i32>\)', r'"stablehlo\.scatter"'):
+        counts = [len(re.findall(operation, text)) for text in texts]
+        assert counts[0] == counts[1] > 0
 
 
 def test_the_compiler_keeps_that_number():

@@ -302,10 +302,10 @@ def test_sequential_waves_wait_for_each_other():
     assert test_collectives.longest_chain(test_collectives.entry(test_collectives.compiled(layer)), "all-to-all") == 6
 
 
-def test_no_row_is_scatter_added_and_production_sizes_trace(monkeypatch):
+def test_nothing_is_scatter_added_and_production_sizes_trace(monkeypatch):
     """The checks of test_collectives, for this payload."""
     monkeypatch.setattr(test_collectives, "EPConfig", functools.partial(EPConfig, payload="float8_e4m3"))
-    test_collectives.test_no_row_is_scatter_added(dict(transport="pooled_wave"))
+    test_collectives.test_nothing_is_scatter_added(dict(transport="pooled_wave"))
     test_collectives.test_production_sizes_trace(dict(transport="pooled_wave"))
 
 

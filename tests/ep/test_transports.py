@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep_jax.ep import EPConfig
+from ep_jax.ep import EPConfig, reference_values, routed_experts
 from ep_jax.ep.reference import KEPT, RECEIVER, SENDER
 from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES
 from ep_jax.fields import ConfigError
@@ -265,3 +265,43 @@ def test_a_slot_has_flags_for_31_assignments():
     wider = dataclasses.replace(sizes, choices=32)
     with pytest.raises(ConfigError, match="^ep.slots = 'token': a token may choose 32 experts of one shard.* up to 31"):
         ep_cases.program(settings, mesh_of(1, 8, 1), 8)(*problem(ep_cases.uniform, wider))
+
+
+# --- weights that sum to zero -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        EPConfig(transport="dense", rescale=True),
+        EPConfig(slots="token", rescale=True, sender_factor=0.8, receiver_factor=0.75),
+        EPConfig(emulated_shards=8, rescale=True, sender_factor=0.8, receiver_factor=0.75),
+    ],
+    ids=["dense", "token", "emulated"],
+)
+def test_rescaling_a_token_without_weight(settings):
+    """Zero over zero is nothing, in values and gradients, also where experts weight their results."""
+    given, mesh = problem(ep_cases.uniform, SIZES), mesh_of(1, 1, 8)
+    weights = np.random.default_rng(0).random(given.ids.shape).astype(np.float32)
+    weights[::5] = 0
+
+    def objective(rows, weights, w_gate_up, w_down):
+        out, report = routed_experts(
+            *(rows, given.ids, weights, given.valid, w_gate_up, w_down),
+            sequence_length=SIZES.sequence_length,
+            mesh=mesh,
+            settings=settings,
+        )
+        return jnp.sum(out * given.d_out), (out, report.fate_TK)
+
+    arguments = given.rows, weights, given.w_gate_up, given.w_down
+    step = jax.jit(jax.value_and_grad(objective, (0, 1, 2, 3), has_aux=True), compiler_options=ep_cases.QUICK)
+    (_, (out, fate)), gradients = step(*arguments)
+    parts = [array.reshape(8, -1, *array.shape[1:]) for array in (given.rows, given.ids, weights, given.valid)]
+    options = {"sequence_length": SIZES.sequence_length, "policy": ep_cases.policy_of(settings)}
+    right, fates = reference_values.forward(*parts, given.w_gate_up, given.w_down, **options)
+    d_out = given.d_out.reshape(right.shape)
+    wanted = reference_values.gradients(*parts, given.w_gate_up, given.w_down, d_out, **options)
+    np.testing.assert_array_equal(fate, fates.fate.reshape(fate.shape))
+    for one, other in zip((out, *gradients), (right, *wanted.values()), strict=True):
+        np.testing.assert_allclose(one, other.reshape(one.shape), rtol=0, atol=2e-5 * np.abs(other).max())

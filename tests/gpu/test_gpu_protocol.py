@@ -22,6 +22,8 @@ CASES = [
     dict(transport="pooled_wave", sender_factor=0.9, receiver_factor=1.0),
     dict(transport="pooled_wave", sender_factor=0.8, receiver_factor=0.9, waves=3, order="position", rescale=True),
     dict(transport="pooled_wave", sender_factor=16.0, receiver_factor=16.0, waves=2, schedule="overlapped"),
+    dict(transport="pooled_wave", slots="token", sender_factor=0.9, receiver_factor=1.0, order="weight"),
+    dict(transport="pooled_wave", slots="token", sender_factor=0.8, receiver_factor=0.9, waves=2, receive="pool"),
     dict(transport="fixed_cell", sender_factor=0.9),
     dict(transport="ragged", receiver_factor=0.9),
     dict(transport="ragged", receiver_factor=0.8, waves=2, updates_per_cell=4, rescale=True),
@@ -98,7 +100,7 @@ def test_layer_equals_the_oracle(case, fsdp):
 
 def oracle(given, settings: EPConfig, groups: int):
     """(fates [T,K], values [T,H], gradients by name): one ep group after the other; expert gradients are summed."""
-    names = ("transport", "sender_factor", "receiver_factor", "order", "receive", "agreed", "waves", "rescale")
+    names = ("transport", "sender_factor", "receiver_factor", "order", "slots", "receive", "agreed", "waves", "rescale")
     policy = reference.Policy(**{name: getattr(settings, name) for name in names})
     shards = jax.device_count() // groups
     fate, out, gradients = [], [], []

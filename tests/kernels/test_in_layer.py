@@ -13,6 +13,7 @@ from ep_jax_kernels import grouped_mlp
 from jax.sharding import AxisType
 
 from ep_jax.ep import EPConfig, implementations, routed_experts
+from ep_jax.ep.drops import INVALID
 from tests.kernels import numpy_tensor
 
 SEQUENCE, TOKENS, K, E, H, F = 8, 32, 3, 4, 16, 8
@@ -46,11 +47,20 @@ def kernels(ops, monkeypatch):
         (dict(transport="pooled_wave", sender_factor=0.9, receiver_factor=1.4), jnp.float16, 5e-3),
         (dict(transport="pooled_wave", sender_factor=0.9, receiver_factor=0.9), jnp.float32, 2e-5),
         (dict(sender_factor=0.9, receiver_factor=0.9, receive="pool", waves=2), jnp.float32, 2e-5),
+        (dict(slots="token", sender_factor=0.9, receiver_factor=0.9), jnp.float16, 5e-3),
+        (dict(slots="token", sender_factor=0.6, receiver_factor=1.4), jnp.float16, 5e-3),
+        (dict(slots="token", sender_factor=0.9, receiver_factor=0.9, receive="pool", waves=2), jnp.float32, 2e-5),
+        (dict(slots="token", sender_factor=0.9, receiver_factor=0.9, receive="pool", rescale=True), jnp.float32, 2e-5),
+        (dict(transport="dense"), jnp.float32, 2e-5),
         (dict(transport="fixed_cell", sender_factor=1.0), jnp.float32, 2e-5),
         (dict(transport="ragged", receiver_factor=0.8), jnp.float32, 2e-5),
         (dict(transport="ring", receiver_factor=0.8), jnp.float32, 2e-5),
     ],
-    ids=["float16", "padded", "float32", "pool", "fixed_cell", "ragged", "ring"],
+    ids=[
+        *("float16", "padded", "float32", "pool"),
+        *("token-float16", "token-padded", "token-pool", "token-rescaled", "dense"),
+        *("fixed_cell", "ragged", "ring"),
+    ],
 )
 def test_layer_with_kernels_equals_layer_by_xla(request, kernels, monkeypatch, settings, dtype, tolerance):
     monkeypatch.setattr(grouped_mlp.op, "LOST_ROWS", 0)  # experts have few rows here
@@ -88,12 +98,16 @@ def test_layer_with_kernels_equals_layer_by_xla(request, kernels, monkeypatch, s
     ((_, (right, right_fate)), right_gradients), ran_by_xla = layer("xla"), sum(kernels.values())
     ((_, (found, fate)), gradients) = layer("auto")
     assert ran_by_xla == 0
-    assert {"gather_rows_kernel", "combine_rows_kernel", "combine_rows_gradient_kernel"} <= set(kernels)
     case = request.node.callspec.id
+    assert {"gather_rows_kernel", "combine_rows_kernel"} <= set(kernels)
+    weighted_by_experts = case in ("token-float16", "token-padded", "token-pool", "dense")  # rescaled at the source
+    assert ("combine_rows_gradient_kernel" in kernels) == (not weighted_by_experts)
     by_xla = case in ("float32", "fixed_cell")  # experts at a fixed distance, exact or with gaps
     assert ("grouped_weight_gradient_kernel" in kernels) == (not by_xla)
-    assert ("grouped_matmul_kernel" in kernels) == (not by_xla and case != "float16")  # it has little padding
-    assert len(np.unique(fate)) > 1, "nothing was dropped"
+    assert ("grouped_matmul_kernel" in kernels) == (
+        not by_xla and case not in ("float16", "token-float16")
+    )  # little padding
+    assert (len(np.unique(fate[fate != INVALID])) > 1) == (case != "dense")
     np.testing.assert_array_equal(fate, right_fate)
     for name, one, other in zip(
         ("out", "rows", "weights", "w_gate_up", "w_down"), (found, *gradients), (right, *right_gradients), strict=True

@@ -72,7 +72,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--shapes", default="A,B,C", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--routing", default="uniform", help=f"of {', '.join(ROUTINGS)}, {TRACE}PATH[:LAYER]")
-    transports = f"of {', '.join((stock.NAME, *TRANSPORTS))}; with ragged all run under its XLA flags"
+    transports = (
+        f"of {', '.join((stock.NAME, *TRANSPORTS))}; with ragged, else with slots of tokens, all run under its "
+    )
+    transports += "XLA flags"
     parser.add_argument("--transport", default="pooled_wave", help=transports)
     parser.add_argument("--sender", default="1.03", help="sender factors")
     parser.add_argument("--receiver", default="1.03", help="receiver factors")
