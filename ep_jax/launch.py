@@ -6,11 +6,13 @@ flags are (xla_flags.py), how processes meet (distributed.py), where arrays live
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
 from ep_jax import distributed, xla_flags
 from ep_jax.config import RunConfig, check_run
+from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
 from ep_jax.mesh import make_mesh, resolve
 
@@ -94,14 +96,20 @@ def start(config: RunConfig) -> Runtime:
 
 def preset_of(config: RunConfig, platform: str) -> str:
     """The name of the XLA flags of a run."""
+    preset = exchange_preset([config.ep], platform)
+    # A loop over parts of the batch would be taken apart too, at the cost of memory and compiling (xla_flags.py).
+    scans = config.model.scan and config.train.accumulation == 1
+    return "gpu_scan" if scans and preset in ("gpu", "gpu_in_order") else preset
+
+
+def exchange_preset(variants: Iterable[EPConfig], platform: str) -> str:
+    """The name of the XLA flags under which all of these exchange rows in one process."""
+    variants = list(variants)
     if platform == "cpu":
         return "cpu"
-    if config.ep.transport == "ragged":
+    if any(settings.transport == "ragged" for settings in variants):
         return "gpu_ragged"
-    # A loop over parts of the batch would be taken apart too, at the cost of memory and compiling (xla_flags.py).
-    if config.model.scan and config.train.accumulation == 1:
-        return "gpu_scan"
-    return "gpu_in_order" if config.ep.exchanges_are_short else "gpu"
+    return "gpu_in_order" if any(settings.exchanges_are_short for settings in variants) else "gpu"
 
 
 def unused_settings(config: RunConfig) -> list[str]:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, invert, rank_in_group
 from ep_jax.ep.returned import Returned, ReturnsRows
-from ep_jax.ep.routes import Routes, rescaled_weights
+from ep_jax.ep.routes import Routes, final_weights
 from ep_jax.ep.rows import move_numbers, move_rows, sum_moved_rows
 from ep_jax.ep.settings import EPConfig
 from ep_jax.mesh import gather_shards
@@ -57,8 +58,8 @@ class Dense(ReturnsRows):
     def plan(self, routes: Routes) -> DensePlan:
         """Sorts the shard's own assignments by expert."""
         ids_TK = routes.valid_ids_TK
-        # All survive; what it changes is a token whose weights sum to zero.
-        weights_TK = rescaled_weights(routes, ids_TK >= 0) if self.settings.rescale else routes.weights_TK
+        # All survive; what rescaling changes is a token whose weights sum to zero.
+        weights_TK = final_weights(routes, ids_TK >= 0, rescale=self.settings.rescale)
         return expert_order(ids_TK, weights_TK, self.shape.num_experts)
 
     def dispatch(
@@ -83,4 +84,4 @@ class Dense(ReturnsRows):
 
     def _token_A(self, plan: DensePlan) -> jax.Array:
         """The token of each row, -1 for none."""
-        return jnp.where(plan.assignment_Q < 0, -1, plan.assignment_Q // self.shape.experts_per_token)
+        return quotient(plan.assignment_Q, self.shape.experts_per_token)

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep.dense import Dense, DensePlan, expert_order
 from ep_jax.ep.drops import DROPPED_BY_RECEIVER, KEPT
-from ep_jax.ep.routes import Routes, rescaled_weights
+from ep_jax.ep.routes import Routes, final_weights
 from ep_jax.ep.simulate import simulate
 
 
@@ -33,7 +33,7 @@ class Emulated(Dense):
         """Sorts by expert what the emulated group keeps of the device's assignments."""
         fate_TK = checkpoint_name(self.fates(routes), "route_plan")
         kept_TK = fate_TK == KEPT
-        weights_TK = rescaled_weights(routes, kept_TK) if self.settings.rescale else routes.weights_TK
+        weights_TK = final_weights(routes, kept_TK, rescale=self.settings.rescale)
         plan = expert_order(jnp.where(kept_TK, routes.expert_ids_TK, -1), weights_TK, self.shape.num_experts)
         return plan._replace(sent_TK=kept_TK | (fate_TK == DROPPED_BY_RECEIVER))
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep.capacity import Capacity, LayerShape, cell
@@ -74,7 +75,7 @@ class FixedCell(ReturnsRows):
         """Sends wave `wave`: (CapacityRows, nothing that give_back would need)."""
         size = self.shape.num_experts * self.cell_rows
         assignment = plan.assignment_Q[wave * size : (wave + 1) * size]
-        token = jnp.where(assignment < 0, -1, assignment // self.shape.experts_per_token) + after
+        token = quotient(assignment, self.shape.experts_per_token) + after
         here_TK = (plan.place_TK >= 0) & (plan.place_TK // size == wave)
         rows = move_rows(rows_TH, token, jnp.where(here_TK, plan.place_TK % size, -1))
         received = exchange(self._by_shard(rows))  # [source, e, C, H]

@@ -30,7 +30,7 @@ from ep_jax.ep.premix import mix, unmix
 from ep_jax.ep.ragged import Ragged
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.ring import Ring
-from ep_jax.ep.routes import Routes, check_routes, rescaled_weights
+from ep_jax.ep.routes import Routes, check_routes, final_weights
 from ep_jax.ep.rowwise import Rowwise
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
@@ -163,7 +163,7 @@ def _run(
             after = _zero_after(returned[-1].rows_QH)
     with jax.named_scope("combine"):
         accepted_TK = transport.accepted(returned, plan)
-        weights_TK = rescaled_weights(routes, accepted_TK) if settings.rescale else routes.weights_TK
+        weights_TK = final_weights(routes, accepted_TK, rescale=settings.rescale)
         out_TH = transport.combine(returned, weights_TK, accepted_TK, plan)
     return out_TH, fates(routes.valid_T, plan.sent_TK, accepted_TK)
 

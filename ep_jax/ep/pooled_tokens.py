@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -77,7 +78,7 @@ def plan_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """(place_TK, nth_TK) of one source shard; no collectives."""
     ids_TK, weights_TK = routes.valid_ids_TK, lax.stop_gradient(routes.weights_TK)
-    destination_TK = jnp.where(ids_TK < 0, -1, ids_TK // shape.local_experts)
+    destination_TK = quotient(ids_TK, shape.local_experts)
     k = jnp.arange(shape.experts_per_token, dtype=jnp.int32)
     earlier_TKK = jnp.broadcast_to(k[None, None, :] < k[None, :, None], (*ids_TK.shape, k.size))
     if order == "weight":
@@ -172,12 +173,12 @@ class PooledTokens(Pooled):
         """Sends wave `wave` and sorts what is accepted of it by expert: (ExpertRows, TokenArrival)."""
         size, choices = self.shape.num_shards * self.pool_rows, self.per_slot
         first_Q = plan.assignment_QJ[wave * size : (wave + 1) * size, 0]
-        token_Q = jnp.where(first_Q < 0, -1, first_Q // self.shape.experts_per_token) + after
+        token_Q = quotient(first_Q, self.shape.experts_per_token) + after
         here_TK = (plan.nth_TK == 0) & (plan.place_TK >= 0) & (plan.place_TK // size == wave)
         rows_QH = move_rows(rows_TH, token_Q, jnp.where(here_TK, plan.place_TK % size, -1))
         received_QH = checkpoint_name(self._to_peers(rows_QH), "dispatched_rows")
         arrival = plan.arrivals[wave]
-        slot_C = jnp.where(arrival.entry_C < 0, -1, arrival.entry_C // choices)
+        slot_C = quotient(arrival.entry_C, choices)
         held_CH = move_rows(received_QH, slot_C, arrival.place_QJ)
         return self._for_experts(held_CH, arrival.sizes_e, arrival.weights_C), arrival
 
@@ -186,7 +187,7 @@ class PooledTokens(Pooled):
         results_CH = results.reshape(-1, results.shape[-1])
         layout, choices = self._layout(results_CH.shape[1]), self.per_slot
         place_XJ = jnp.stack([layout.by_row(arrival.place_QJ[:, j]) for j in range(choices)], axis=1)
-        slot_C = layout.rows_of(jnp.where(arrival.entry_C < 0, -1, arrival.entry_C // choices))
+        slot_C = layout.rows_of(quotient(arrival.entry_C, choices))
         rows_XH = sum_moved_rows(results_CH, place_XJ, slot_C)
         bits_J = jnp.left_shift(1, jnp.arange(choices, dtype=jnp.int32))
         accepted_SP = jnp.sum(jnp.where(arrival.place_QJ >= 0, bits_J[None], 0), axis=1, dtype=jnp.int32)
@@ -211,7 +212,7 @@ class PooledTokens(Pooled):
         mine_TK = (plan.nth_TK == 0) & plan.sent_TK & filled_Q[jnp.maximum(plan.place_TK, 0)]
         place_TK = layout.rows_of(jnp.where(mine_TK, plan.place_TK, -1))
         if not self.settings.rescale:
-            token_X = jnp.where(first_X < 0, -1, first_X // self.shape.experts_per_token)
+            token_X = quotient(first_X, self.shape.experts_per_token)
             # Gradients need the sum (of the layer above), not what it was summed of.
             return checkpoint_name(sum_moved_rows(rows_XH, place_TK, token_X), "returned_rows")
         scale_T1 = survivors_scale(plan.weights_TK, plan.valid_T, accepted_TK)

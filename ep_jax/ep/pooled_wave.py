@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -60,7 +61,7 @@ def plan_sender(
     """(place_TK, assignment_Q, local_id_Q) of one source shard; no collectives."""
     slots = pool.static_rows(shape.tokens)
     ids_TK = routes.valid_ids_TK
-    destination_TK = jnp.where(ids_TK < 0, -1, ids_TK // shape.local_experts)
+    destination_TK = quotient(ids_TK, shape.local_experts)
     rank_TK = rank_assignments(destination_TK, shape.num_shards, order, routes)
     place_TK = deal(rank_TK, destination_TK, routes, shape, pool, waves)
     return place_TK, *held_by(place_TK, waves * shape.num_shards * slots, routes, shape)
@@ -222,7 +223,7 @@ class PooledWave(Pooled):
         size = shards * slots
         mine = slice(wave * size, (wave + 1) * size)
         assignment = plan.assignment_Q[mine]
-        token = jnp.where(assignment < 0, -1, assignment // self.shape.experts_per_token) + after
+        token = quotient(assignment, self.shape.experts_per_token) + after
         places_TK = jnp.where(plan.place_TK // size == wave, plan.place_TK % size, -1)
         places_TK = jnp.where(plan.place_TK < 0, -1, places_TK)
         numbers = plan.local_id_Q[mine].reshape(shards, slots) + 1

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -71,8 +72,8 @@ def _split(start_in, sent, start_out, came, pieces: int) -> Updates:
     piece = jnp.arange(pieces, dtype=jnp.int32)[None, None]
 
     def cut(sizes):  # first row of each piece within its cell, and its size, without overflowing int32
-        quotient, rest = sizes[..., None] // pieces, sizes[..., None] % pieces
-        return piece * quotient + jnp.minimum(piece, rest), quotient + (piece < rest)
+        whole, rest = sizes[..., None] // pieces, sizes[..., None] % pieces
+        return piece * whole + jnp.minimum(piece, rest), whole + (piece < rest)
 
     first, size = cut(sent)
     flat = (start_in[..., None] + first, size, start_out[..., None] + first, cut(came)[1])
@@ -126,7 +127,7 @@ class Ragged(ReturnsRows):
         """Sends wave `wave`'s rows: (RaggedRows of its experts, the WavePlan to return them by)."""
         size = self.sender_rows()
         assignment_B = plan.assignment_Q[wave * size : (wave + 1) * size]
-        token_B = jnp.where(assignment_B < 0, -1, assignment_B // self.shape.experts_per_token) + after
+        token_B = quotient(assignment_B, self.shape.experts_per_token) + after
         here_TK = (plan.place_TK >= 0) & (plan.place_TK // size == wave)
         rows_BH = move_rows(rows_TH, token_B, jnp.where(here_TK, plan.place_TK % size, -1))
         this = plan.waves[wave]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -76,7 +77,7 @@ class Ring:
         """All tokens of the group, and of these the rows of this shard's experts: (RaggedRows, None)."""
         del wave, after
         gathered_BH = checkpoint_name(gather_shards(rows_TH, 0, ("ep",), rows_TH.dtype), "dispatched_rows")
-        token_N = jnp.where(plan.assignment_N < 0, -1, plan.assignment_N // self.shape.experts_per_token)
+        token_N = quotient(plan.assignment_N, self.shape.experts_per_token)
         return RaggedRows(move_rows(gathered_BH, token_N, plan.place_BK), plan.sizes_e), None
 
     def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:

@@ -35,8 +35,10 @@ class Routes:
         return jnp.where(self.valid_T[..., None], self.expert_ids_TK, -1)
 
 
-def rescaled_weights(routes: Routes, kept_TK: jax.Array) -> jax.Array:
-    """[T,K]: survivors' weights times valid sum / kept sum; zero for a token without survivors."""
+def final_weights(routes: Routes, kept_TK: jax.Array, *, rescale: bool) -> jax.Array:
+    """[T,K]: weights as sums use them: as routed, or survivors' times valid sum / kept sum and zero for the rest."""
+    if not rescale:
+        return routes.weights_TK
     scale_T1 = survivors_scale(routes.weights_TK, routes.valid_T, kept_TK)
     return jnp.where(kept_TK, routes.weights_TK * scale_T1, 0)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -137,7 +138,7 @@ class Rowwise(RowwiseBase):
         map_AK = lax.all_gather(plan.place_TK, "ep").reshape(-1, plan.place_TK.shape[1])
         here_AK = jnp.where((map_AK >= first) & (map_AK < first + rows), map_AK - first, -1)
         assignment_N = invert(here_AK.reshape(-1), rows)
-        token_N = jnp.where(assignment_N < 0, -1, assignment_N // here_AK.shape[1]) + after
+        token_N = quotient(assignment_N, here_AK.shape[1]) + after
         all_rows = gather_shards(rows_TH, 0, ("ep",), rows_TH.dtype)
         put = checkpoint_name(move_rows(all_rows, token_N, here_AK), "dispatched_rows")
         return RaggedRows(put, plan.sizes_We[wave]), None

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ep_jax_kernels.index import quotient
 from ep_jax_kernels.rowwise.op import (
     FANS,
     KERNELS,
@@ -40,7 +41,7 @@ from ep_jax.ep.capacity import INT32_LIMIT
 from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, rank_in_group
 from ep_jax.ep.returned import Returned
-from ep_jax.ep.routes import Routes, rescaled_weights
+from ep_jax.ep.routes import Routes, final_weights
 from ep_jax.ep.rowwise import RowwiseBase, arriving, find_homes, once_per_peer
 
 ALIGNED_ROWS = 8
@@ -88,7 +89,7 @@ def tell_all(routes: Routes, num_experts: int) -> Told:
     told_SX = lax.all_gather(jnp.concatenate([count_groups(ids_A, num_experts), cell_A, bits_A]), "ep")
     counts_SE, told_SA2 = told_SX[:, :num_experts], told_SX[:, num_experts:].reshape(-1, 2, tokens, choices)
     cell_STK, bits_STK = told_SA2[:, 0], told_SA2[:, 1]
-    ids_STK = jnp.where(cell_STK < 0, -1, cell_STK // tokens)
+    ids_STK = quotient(cell_STK, tokens)
     return Told(counts_SE, ids_STK, cell_STK % tokens, lax.bitcast_convert_type(bits_STK, jnp.float32))
 
 
@@ -135,10 +136,8 @@ class RowwiseGPU(RowwiseBase):
 
         def settled(weights_TK: jax.Array, valid_T: jax.Array, place_TK: jax.Array) -> jax.Array:
             """A shard's weights as its tokens' sums will use them."""
-            if not self.settings.rescale:
-                return weights_TK
             shard = dataclasses.replace(routes, weights_TK=weights_TK, valid_T=valid_T)
-            return rescaled_weights(shard, place_TK >= 0)
+            return final_weights(shard, place_TK >= 0, rescale=self.settings.rescale)
 
         weights_TK = settled(routes.weights_TK, routes.valid_T, place_TK)
         weights_STK = jax.vmap(settled)(told.weights_STK, told.ids_STK[..., 0] >= 0, place_STK)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .. import derivatives
 from ..gather_rows.reference import gather_rows
+from ..index import quotient
 
 
 def weighted_sum(rows_QH: jax.Array, weights_TK: jax.Array, place_TK: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -27,7 +28,7 @@ def combine_rows_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """(gradient of the rows in their dtype, of the weights in the dtype of the sums)."""
     wide, choices = jnp.promote_types(rows_QH.dtype, jnp.float32), place_TK.shape[1]
-    token_Q = jnp.where(assignment_Q < 0, -1, assignment_Q // choices)
+    token_Q = quotient(assignment_Q, choices)
     weight_Q1 = gather_rows(weights_TK.reshape(-1, 1), assignment_Q).astype(wide)
     d_rows_QH = (weight_Q1 * gather_rows(d_out_TH, token_Q).astype(wide)).astype(rows_QH.dtype)
     d_weights = [

@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..index import quotient
 from .exchange import MOST_SLOTS, Peers, find_place, launch_kernel, row_layout, share_of, slots_that_fit
 
 
@@ -63,7 +64,7 @@ def fan_in_maps(place_STK: jax.Array, num_rows: int, axis: str) -> FanIn:
     """This shard's, from the places of all shards."""
     me, (shards, tokens, choices) = lax.axis_index(axis), place_STK.shape
     place_TK = place_STK[me]
-    owner_TK = jnp.where(place_TK < 0, -1, place_TK // num_rows)
+    owner_TK = quotient(place_TK, num_rows)
     # Peers are taken in order of their distance; seen from there, I am shards - distance away.
     row_PTK = jnp.roll(place_STK, -(me + 1), axis=0)[:-1] - me * num_rows
     partial_PTK = jnp.where((row_PTK >= 0) & (row_PTK < num_rows), row_PTK, -1)

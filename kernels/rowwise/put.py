@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import call
+from ..index import quotient
 from .exchange import MOST_SLOTS, Peers, find_place, launch_kernel, share_of, slots_that_fit
 
 
@@ -83,7 +84,7 @@ def put_rows(
 def fan_out_maps(place_STK: jax.Array, num_rows: int, axis: str) -> FanOut:
     """This shard's, from the places of all shards."""
     me, (shards, _, choices) = lax.axis_index(axis), place_STK.shape
-    peer_STK = jnp.where(place_STK < 0, -1, place_STK // num_rows)
+    peer_STK = quotient(place_STK, num_rows)
     choice_111K = jnp.arange(choices, dtype=jnp.int32)[None, None, None]
     # By compares and sums over pairs of choices, which XLA makes one kernel of.
     together_STKK = peer_STK[..., :, None] == peer_STK[..., None, :]

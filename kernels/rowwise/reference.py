@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..index import quotient
+
 
 def put_rows(rows_TH: jax.Array, place_TK: jax.Array, num_rows: int, axis: str) -> jax.Array:
     """[N,H] of this shard, zero where nobody puts a row."""
     source_N, rows = source_of_rows(place_TK, num_rows, axis), lax.all_gather(rows_TH, axis, tiled=True)
-    return _take(rows, jnp.where(source_N < 0, -1, source_N // place_TK.shape[1]))
+    return _take(rows, quotient(source_N, place_TK.shape[1]))
 
 
 def get_sum(rows_NH: jax.Array, place_TK: jax.Array, axis: str) -> jax.Array:

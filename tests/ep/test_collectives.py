@@ -22,7 +22,7 @@ from tests.ep.ep_cases import Sizes, mesh_of, problem
 
 SIZES = Sizes()
 GIVEN = problem(ep_cases.uniform, SIZES)
-KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names("dispatched_rows", "returned_rows", "route_plan")
+KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names(*EXCHANGE_NAMES)
 REMATS = {
     "none": lambda layer: layer,
     "exchanges": functools.partial(jax.checkpoint, policy=KEEP_EXCHANGES),

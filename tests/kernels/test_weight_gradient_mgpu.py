@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from ep_jax_kernels.gather_rows import reference
 from ep_jax_kernels.grouped_matmul.tiles import capacity_groups, ragged_groups
+from ep_jax_kernels.hopper import CLUSTER
 from ep_jax_kernels.weight_gradient_mgpu import op
-from ep_jax_kernels.weight_gradient_mgpu.kernel import CLUSTER, Launch
+from ep_jax_kernels.weight_gradient_mgpu.kernel import Launch
 from ep_jax_kernels.weight_gradient_mgpu.plan import EDGE_ROWS, STEP_ROWS, plan_steps
 from jax.experimental.pallas import mosaic_gpu as plgpu
 

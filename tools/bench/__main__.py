@@ -26,6 +26,7 @@ from ep_jax import exits, xla_flags
 from ep_jax.cli import CommandParser
 from ep_jax.ep.settings import AGREEMENTS, ORDERS, RECEIVES, TRANSPORTS, EPConfig
 from ep_jax.fields import ConfigError, convert_text
+from ep_jax.launch import exchange_preset
 from tools.bench import stock, table, train
 from tools.bench.layers import layers, settings_of
 from tools.bench.results import write_results
@@ -41,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return others[argv[0]](argv[1:])
     arguments = parse(argv)
     platform = xla_flags.default_platform()
-    preset = "cpu" if platform == "cpu" else "gpu_ragged" if "ragged" in arguments.transport else "gpu"
-    if preset == "gpu" and any(settings.exchanges_are_short for settings in settings_of(arguments)):
-        preset = "gpu_in_order"
+    preset = exchange_preset(settings_of(arguments), platform)
     flags = xla_flags.prepare(preset, arguments.devices if platform == "cpu" else None, profiling=True)
 
     import jax
@@ -72,10 +71,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--shapes", default="A,B,C", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--routing", default="uniform", help=f"of {', '.join(ROUTINGS)}, {TRACE}PATH[:LAYER]")
-    transports = (
-        f"of {', '.join((stock.NAME, *TRANSPORTS))}; with ragged, else with slots of tokens, all run under its "
-    )
-    transports += "XLA flags"
+    transports = f"of {', '.join((stock.NAME, *TRANSPORTS))}; all run under one preset of XLA flags, that of ragged, "
+    transports += "else of slots of tokens, if among them"
     parser.add_argument("--transport", default="pooled_wave", help=transports)
     parser.add_argument("--sender", default="1.03", help="sender factors")
     parser.add_argument("--receiver", default="1.03", help="receiver factors")
