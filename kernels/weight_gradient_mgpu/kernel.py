@@ -32,7 +32,7 @@ from ..hopper import (
     ring_barriers,
     tiled,
 )
-from .plan import EDGE_ROWS, FIRST_ROW, STEP_ROWS, STEPS, WHOLE_STEPS
+from .plan import EDGE_ROWS, EXPERT, FIRST_ROW, STEP_ROWS, STEPS, WHOLE_STEPS, tile_of
 
 BLOCK_K = MULTIPLIERS * UNIT  # columns of the rows: a unit for each multiplier
 
@@ -57,7 +57,7 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
 
 
 def weight_gradient_kernel(
-    plan,  # int32 [e,3] of plan.py
+    plan,  # int32 [e,4] of plan.py
     rows,  # [R,K]
     d_out,  # [R,N]
     edge_rows,  # [P,K]
@@ -76,15 +76,16 @@ def weight_gradient_kernel(
     cluster, clusters = lax.axis_index("clusters"), lax.axis_size("clusters")
     member, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     num_tiles = experts * tall * columns
-    num_turns = lax.div(jnp.maximum(num_tiles - cluster + (clusters - 1), 0), clusters)
+    full_turns = lax.div(num_tiles, clusters)
+    num_turns = full_turns + (tile_of(full_turns, cluster, clusters) < num_tiles)
 
     def prepare(turn):
         """(expert, its row of the plan, this block's first k and n) of a turn."""
-        tile = jnp.minimum(cluster + turn * clusters, num_tiles - 1)
-        expert = lax.div(tile, tall * columns)
+        tile = jnp.minimum(tile_of(turn, cluster, clusters), num_tiles - 1)
+        nth = lax.div(tile, tall * columns)
         k, n = grouped_order(lax.rem(tile, tall * columns), jnp.int32(tall), columns, launch.group)
-        of_plan = tuple(plan[expert, column] for column in (FIRST_ROW, WHOLE_STEPS, STEPS))
-        return expert, of_plan, k * (CLUSTER * BLOCK_K) + member * BLOCK_K, n * launch.block_n
+        expert, *of_plan = (plan[nth, column] for column in (EXPERT, FIRST_ROW, WHOLE_STEPS, STEPS))
+        return expert, tuple(of_plan), k * (CLUSTER * BLOCK_K) + member * BLOCK_K, n * launch.block_n
 
     def for_all_turns(body):
         """body(what `prepare` gave for the turn, steps before it); prepares a turn ahead: it reads global memory."""
@@ -93,7 +94,8 @@ def weight_gradient_kernel(
             before, prepared = carried
             following = prepare(turn + 1)
             body(prepared, before)
-            return before + prepared[1][STEPS], following
+            _, (_, _, steps), _, _ = prepared
+            return before + steps, following
 
         return lax.fori_loop(0, num_turns, turn_and_next, (jnp.int32(0), prepare(0)))[0]
 

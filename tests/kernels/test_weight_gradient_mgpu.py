@@ -11,7 +11,7 @@ from ep_jax_kernels.grouped_matmul.tiles import capacity_groups, ragged_groups
 from ep_jax_kernels.hopper import CLUSTER
 from ep_jax_kernels.weight_gradient_mgpu import op
 from ep_jax_kernels.weight_gradient_mgpu.kernel import Launch
-from ep_jax_kernels.weight_gradient_mgpu.plan import EDGE_ROWS, STEP_ROWS, plan_steps
+from ep_jax_kernels.weight_gradient_mgpu.plan import EDGE_ROWS, EXPERT, STEP_ROWS, STEPS, plan_steps, tile_of
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.kernels.test_grouped_matmul import RAGGED, SIZES
@@ -96,7 +96,9 @@ def test_steps_and_edges_hold_every_owned_row_once_and_no_other():
         sizes_e = jnp.array(sizes, jnp.int32)
         for groups in (ragged_groups(sizes_e), capacity_groups(sizes_e, ROWS), capacity_groups(sizes_e, ROWS + 3)):
             plan, edges = (np.asarray(array) for array in jax.jit(plan_steps)(groups))
-            for expert, (first, whole, steps) in enumerate(plan):
+            assert sorted(plan[:, EXPERT]) == list(range(len(sizes)))
+            assert (np.diff(plan[:, STEPS]) <= 0).all()
+            for expert, first, whole, steps in plan:
                 edge = edges.reshape(-1, EDGE_ROWS)[expert]
                 used = edge[: (steps - whole) * STEP_ROWS]
                 assert steps >= 1
@@ -105,6 +107,21 @@ def test_steps_and_edges_hold_every_owned_row_once_and_no_other():
                 held = [*range(first, first + whole * STEP_ROWS), *used[used >= 0].tolist()]
                 start = int(groups.starts_e[expert])
                 assert sorted(held) == list(range(start, start + sizes[expert]))
+
+
+EVEN, UNEVEN = [4096] * 64, np.random.default_rng(0).multinomial(64 * 4096, np.arange(1, 65) / 2080)
+
+
+@pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_clusters_have_alike_much_to_do(sizes):
+    """The 66 clusters of an H200, 64 experts of 32 tiles: none exceeds the mean by more than one tile of 31."""
+    clusters, num_tiles = 66, 64 * 32
+    steps = np.asarray(plan_steps(ragged_groups(jnp.asarray(sizes, jnp.int32)))[0])[:, STEPS].astype(int)
+    turns = np.arange(-(-num_tiles // clusters), dtype=np.int32)[:, None]
+    tiles = np.asarray(tile_of(turns, np.arange(clusters, dtype=np.int32)[None], np.int32(clusters)))
+    assert sorted(tiles[tiles < num_tiles]) == list(range(num_tiles))
+    work = np.where(tiles < num_tiles, steps[np.minimum(tiles, num_tiles - 1) // 32], 0).sum(axis=0)
+    assert work.max() <= work.mean() * 32 / 31
 
 
 def test_the_default_launch_lowers_for_cuda(monkeypatch):
