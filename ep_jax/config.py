@@ -21,7 +21,7 @@ from ep_jax.config_files import read_toml, toml_value
 from ep_jax.data.config import DataConfig
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError, check, convert, convert_text, setting
-from ep_jax.mesh import AXES, MeshConfig
+from ep_jax.mesh import AXES, MeshConfig, resolve
 from ep_jax.metrics import LogConfig
 from ep_jax.model.config import ModelConfig, RouterConfig
 from ep_jax.optimizer import OptimizerConfig
@@ -43,7 +43,13 @@ class TrainConfig:
         32, at_least=1, unit="sequences", doc="packed rows of one optimizer step, over all devices and microbatches"
     )
     accumulation: int = setting(
-        1, at_least=1, unit="microbatches", doc="a step's rows are passed in this many parts to save memory"
+        1,
+        at_least=0,
+        unit="microbatches",
+        doc="a step's rows are passed in this many parts to save memory; 0 = as few as sequences_per_device allows",
+    )
+    sequences_per_device: int = setting(
+        0, at_least=0, unit="sequences", doc="most packed rows that a device has at a time, where accumulation = 0"
     )
     eval_every: int = setting(0, at_least=0, unit="steps", doc="held-out loss every so often; 0 = only at the end")
     eval_sequences: int = setting(64, at_least=1, unit="sequences", doc="held-out packed rows of one evaluation")
@@ -61,6 +67,8 @@ class TrainConfig:
 
     def __post_init__(self):
         check(self)
+        if not self.accumulation and not self.sequences_per_device:
+            raise ConfigError("train.accumulation = 0: needs train.sequences_per_device of at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,32 +214,55 @@ def write_config(config: RunConfig) -> Path:
     return path
 
 
+def placed(config: RunConfig, num_devices: int | None) -> RunConfig:
+    """The configuration on so many devices (None: not known): an axis of -1 and an accumulation of 0 become numbers.
+
+    Raises ConfigError as `mesh.resolve` does. A batch that does not divide over the devices is left to `check_run`.
+    """
+    mesh, train = resolve(config.mesh, num_devices), config.train
+    config = dataclasses.replace(config, mesh=mesh)
+    if train.accumulation:
+        return config
+    rows, at_a_time = train.sequences_per_step // _shards(config), train.sequences_per_device * mesh.size
+    parts = next((n for n in range(1, rows + 1) if rows % n == 0 and train.sequences_per_step <= n * at_a_time), rows)
+    train = dataclasses.replace(train, accumulation=max(parts, 1), sequences_per_device=0)
+    return dataclasses.replace(config, train=train)
+
+
+def _shards(config: RunConfig) -> int:
+    """What a microbatch is dealt out to: the devices, or more where ep.emulated_shards are more than they."""
+    mesh = config.mesh
+    return mesh.replica * mesh.fsdp * (config.ep.emulated_shards if config.ep.emulates else mesh.ep)
+
+
 def check_run(config: RunConfig) -> None:
-    """Checks the rules that span sections, before anything is compiled. The mesh must be resolved (no -1).
+    """Checks the rules that span sections, before anything is compiled, of a configuration that is `placed`.
 
     Raises ConfigError with both numbers. Nothing is ever rounded: a batch or a width that does not divide is refused.
     """
     train, mesh, model, router = config.train, config.mesh, config.model, config.router
     if -1 in mesh.shape:
         raise ConfigError(f"mesh.{AXES[mesh.shape.index(-1)]} = -1: must be resolved against the devices first")
+    if not train.accumulation:
+        raise ConfigError("train.accumulation = 0: must be resolved against the devices first")
     devices = math.prod(mesh.shape)
     shards = mesh.fsdp * mesh.ep
     group, group_name, places = mesh.ep, "mesh.ep", f"{devices} devices, replica x fsdp x ep"
     if config.ep.emulates:
         group, group_name = config.ep.emulated_shards, "ep.emulated_shards"
-        places = f"{mesh.replica * mesh.fsdp * group} shards, replica x fsdp x ep.emulated_shards"
+        places = f"{_shards(config)} shards, replica x fsdp x ep.emulated_shards"
         _require_multiple("ep.emulated_shards", group, mesh.ep, "mesh.ep")
 
     _require_multiple("router.num_experts", router.num_experts, group, group_name)
     _require_multiple(
         "train.sequences_per_step",
         train.sequences_per_step,
-        train.accumulation * mesh.replica * mesh.fsdp * group,
+        train.accumulation * _shards(config),
         f"train.accumulation = {train.accumulation} times {places}",
     )
     _require_multiple("train.eval_sequences", train.eval_sequences, devices, "devices, replica x fsdp x ep")
     if "premix" in config.ep.used and config.ep.premix > 1:
-        rows = train.sequences_per_step // (train.accumulation * mesh.replica * mesh.fsdp * group)
+        rows = train.sequences_per_step // (train.accumulation * _shards(config))
         tokens = rows * config.data.sequence_length
         for name, value in {group_name: group, "the tokens of a shard": tokens}.items():
             if value % config.ep.premix:

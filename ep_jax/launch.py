@@ -5,23 +5,22 @@ flags are (xla_flags.py), how processes meet (distributed.py), where arrays live
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
 from ep_jax import distributed, xla_flags
-from ep_jax.config import RunConfig, check_run
+from ep_jax.config import RunConfig, check_run, placed
 from ep_jax.ep.settings import EPConfig
 from ep_jax.fields import ConfigError
-from ep_jax.mesh import make_mesh, resolve
+from ep_jax.mesh import make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
     """What a command runs on."""
 
-    config: RunConfig  # with a resolved mesh
+    config: RunConfig  # placed on the devices
     mesh: Mesh
     launch: distributed.Launch
     flags: tuple[str, ...]  # XLA flags and variables that were added
@@ -46,22 +45,20 @@ def start(config: RunConfig) -> Runtime:
     """
     platform = xla_flags.default_platform()
     launch = distributed.detect()
-    notes: list[str] = []
+    notes = unused_accumulation(config)
     per_process = None
     if platform == "cpu":
         processes = launch.num_processes or 1
         given = xla_flags.requested_device_count()
-        mesh_config = resolve(config.mesh, None if given is None else given * processes)
-        config = dataclasses.replace(config, mesh=mesh_config)
-        per_process, rest = divmod(math.prod(mesh_config.shape), processes)
+        config = placed(config, None if given is None else given * processes)
+        per_process, rest = divmod(config.mesh.size, processes)
         if rest:
             raise ConfigError(
-                f"mesh.{mesh_config.shape_text()}: {math.prod(mesh_config.shape)} devices do not divide over "
-                f"{processes} processes"
+                f"mesh.{config.mesh.shape_text()}: {config.mesh.size} devices do not divide over {processes} processes"
             )
         check_run(config)  # before a backend starts
         if given is None:
-            notes.append(f"devices: {per_process} virtual CPU devices made for the mesh {mesh_config.shape_text()}")
+            notes.append(f"devices: {per_process} virtual CPU devices made for the mesh {config.mesh.shape_text()}")
     flags = xla_flags.prepare(preset_of(config, platform), per_process, profiling=bool(config.profile.steps))
     launch = distributed.initialize(launch)
 
@@ -77,18 +74,18 @@ def start(config: RunConfig) -> Runtime:
         )
     from ep_jax.ep.choice import definite
 
-    mesh_config = resolve(config.mesh, jax.device_count())
+    config = placed(config, jax.device_count())
     model = config.model
     settings, note = definite(
         config.ep,
-        mesh_config.ep,
+        config.mesh.ep,
         jax.devices(),
         model.latent_dim,
         model.compute_dtype,
         config.router.experts_per_token,
     )
     notes += [note] if note else []
-    config = dataclasses.replace(config, mesh=mesh_config, ep=settings)
+    config = dataclasses.replace(config, ep=settings)
     notes += unused_settings(config)
     check_run(config)
     return Runtime(config, make_mesh(config.mesh), launch, flags, tuple(notes))
@@ -110,6 +107,15 @@ def exchange_preset(variants: Iterable[EPConfig], platform: str) -> str:
     if any(settings.transport == "ragged" for settings in variants):
         return "gpu_ragged"
     return "gpu_in_order" if any(settings.exchanges_are_short for settings in variants) else "gpu"
+
+
+def unused_accumulation(config: RunConfig) -> list[str]:
+    """One line where both settings of how many rows are passed at a time are given; of a config not yet `placed`."""
+    train = config.train
+    if not (train.accumulation and train.sequences_per_device):
+        return []
+    given = f"train.sequences_per_device = {train.sequences_per_device}"
+    return [f"not used: {given}, as train.accumulation = {train.accumulation} is not 0"]
 
 
 def unused_settings(config: RunConfig) -> list[str]:

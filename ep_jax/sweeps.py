@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_jax.checkpoint import CHECKPOINTS, steps_found
-from ep_jax.config import RunConfig, check_run, known_key, load, to_toml
+from ep_jax.config import RunConfig, check_run, known_key, load, placed, to_toml
 from ep_jax.config_files import read_toml
 from ep_jax.fields import ConfigError, convert
 from ep_jax.report import SUMMARY_FILE
@@ -198,7 +198,7 @@ def _member(base: RunConfig, values: Mapping[str, Any], out: Path) -> Member:
     try:
         config = dataclasses.replace(with_values(base, typed), run_dir=str(folder))
         if -1 not in config.mesh.shape:  # else the run itself checks, once it knows the devices
-            check_run(config)
+            check_run(placed(config, None))
     except ConfigError as error:
         return Member(name, typed, folder, None, str(error))
     return Member(name, typed, folder, config)

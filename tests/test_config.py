@@ -1,6 +1,7 @@
 """The configuration: typed, bounded, strict at every level, reloadable, refused on one line (BL-44, BL-68)."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,15 +9,14 @@ import pytest
 
 from ep_jax import cli, config, config_files
 from ep_jax.fields import ConfigError, check, convert, convert_text, setting
-from ep_jax.mesh import AXES, resolve
 
 ROOT = Path(__file__).parents[1]
 
 # Every key a file or the command line may give. A new key is a decision: it is added here by hand.
 ACCEPTED_KEYS = """
 run_dir resume
-train.steps train.seed train.sequences_per_step train.accumulation train.eval_every train.eval_sequences
-train.hang_timeout_s train.compilation_cache
+train.steps train.seed train.sequences_per_step train.accumulation train.sequences_per_device
+train.eval_every train.eval_sequences train.hang_timeout_s train.compilation_cache
 mesh.replica mesh.fsdp mesh.ep mesh.domain_size
 data.source data.path data.jsonl_field data.tokenizer data.sequence_length data.held_out_fraction data.cache_dir
 data.verify data.prefetch
@@ -293,9 +293,9 @@ def test_every_shipped_config_is_legal():
     assert "tiny" in names
     for name in names:
         given = config.load(name)
+        fixed = math.prod(size for size in given.mesh.shape if size != -1)
         for size in (1, 2):  # what an axis of -1 may come to
-            axes = {axis: size for axis in AXES if getattr(given.mesh, axis) == -1}
-            config.check_run(dataclasses.replace(given, mesh=dataclasses.replace(given.mesh, **axes)))
+            config.check_run(config.placed(given, fixed * size if -1 in given.mesh.shape else None))
 
 
 def test_tiny_has_the_promised_sizes_and_names_only_what_differs_from_the_defaults():
@@ -391,6 +391,7 @@ def test_the_resolved_config_in_a_run_folder_is_reloadable(tmp_path):
         (with_mesh(ep=8, model={"shared_hidden_dim": 100}), ["model.shared_hidden_dim = 100", "multiple of 8"]),
         (with_mesh(fsdp=8, model={"expert_hidden_dim": 100}), ["model.expert_hidden_dim = 100", "multiple of 8"]),
         (with_mesh(ep=-1), ["mesh.ep = -1", "resolve"]),
+        (with_mesh(train={"accumulation": 0, "sequences_per_device": 1}), ["train.accumulation = 0", "resolve"]),
     ],
 )
 def test_sizes_that_do_not_fit_together_are_refused_with_both_numbers(given, parts):
@@ -415,11 +416,40 @@ def test_sizes_that_fit_together_are_accepted(given):
 
 def test_an_axis_of_minus_one_is_resolved_once_and_echoed_as_a_number(toml):
     given = parse("--mesh.fsdp=2", "--mesh.ep=-1")
-    resolved = dataclasses.replace(given, mesh=resolve(given.mesh, 8))
+    resolved = config.placed(given, 8)
     config.check_run(resolved)
     assert "\nfsdp = 2 " in config.to_toml(resolved)
     assert "\nep = 4 " in config.to_toml(resolved)
     assert config.load(toml(config.to_toml(resolved))) == resolved
+
+
+@pytest.mark.parametrize(
+    ("rows", "at_a_time", "devices", "emulated", "parts"),
+    [
+        (256, 16, 1, 0, 16),
+        (256, 16, 2, 0, 8),
+        (256, 16, 64, 0, 1),  # fewer are there than a device may have
+        (96, 5, 8, 0, 3),  # 12 rows a device in parts of 4: 5 divides nothing
+        (42, 4, 2, 0, 7),  # 21 a device
+        (64, 8, 2, 16, 4),  # as 16 shards: 4 rows each
+        (64, 1, 2, 16, 4),  # a row for each of 16 shards is 8 a device, and less cannot be
+        (3, 1, 8, 0, 1),  # divides over nothing: refused by check_run
+    ],
+)
+def test_accumulation_follows_from_the_rows_of_a_device(toml, rows, at_a_time, devices, emulated, parts):
+    train = {"sequences_per_step": rows, "accumulation": 0, "sequences_per_device": at_a_time}
+    given = with_mesh(ep=-1, train=train)
+    given = dataclasses.replace(given, ep=dataclasses.replace(given.ep, emulated_shards=emulated))
+    found = config.placed(given, devices)
+    assert found.train.accumulation == parts
+    assert config.placed(found, devices) == found == config.load(toml(config.to_toml(found)))
+    rows_at_a_time = rows / parts / devices
+    assert rows_at_a_time <= at_a_time or rows / parts == emulated or rows < devices
+
+
+def test_accumulation_0_needs_the_rows_of_a_device():
+    message = refusal(lambda: parse("--train.accumulation=0"))
+    assert message == "train.accumulation = 0: needs train.sequences_per_device of at least 1"
 
 
 @pytest.mark.parametrize(
@@ -435,7 +465,7 @@ def test_an_axis_of_minus_one_is_resolved_once_and_echoed_as_a_number(toml):
 def test_a_run_that_does_not_fit_8_devices_is_refused_with_both_numbers(argv, parts):
     def start():
         given = parse(*argv)
-        config.check_run(dataclasses.replace(given, mesh=resolve(given.mesh, 8)))
+        config.check_run(config.placed(given, 8))
 
     message = refusal(start)
     assert all(part in message for part in parts), message

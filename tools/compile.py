@@ -20,7 +20,7 @@ from typing import Any
 
 from ep_jax import xla_flags
 from ep_jax.cli import Option, split_args
-from ep_jax.config import RunConfig, check_run, load
+from ep_jax.config import RunConfig, check_run, load, placed
 from ep_jax.exits import run_main
 from ep_jax.fields import ConfigError
 from ep_jax.launch import preset_of
@@ -90,16 +90,17 @@ def compile_step(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     from ep_jax.ep import implementations
     from ep_jax.ep.choice import definite
     from ep_jax.launch import unused_settings
-    from ep_jax.mesh import make_mesh, resolve
+    from ep_jax.mesh import make_mesh
     from ep_jax.model.attention import describe_kernel
     from ep_jax.state import state_target
     from ep_jax.step import BATCH_SPEC, make_train_step
 
     with pretend.pretended(hardware, hardware.num_devices) as devices, tempfile.TemporaryDirectory() as dump:
-        placement, model = resolve(config.mesh, len(devices)), config.model
+        config = placed(config, len(devices))
+        placement, model = config.mesh, config.model
         rows = model.latent_dim, model.compute_dtype, config.router.experts_per_token
         settings, note = definite(config.ep, placement.ep, devices, *rows)
-        config = dataclasses.replace(config, mesh=placement, ep=settings)
+        config = dataclasses.replace(config, ep=settings)
         check_run(config)
         mesh, parts = make_mesh(placement, devices), config.train.accumulation
         shape = (parts, config.train.sequences_per_step // parts, config.data.sequence_length)

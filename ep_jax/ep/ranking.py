@@ -41,7 +41,13 @@ def _rank_by_blocks(group_A: jax.Array, num_groups: int) -> jax.Array:
 
 
 def count_groups(group_A: jax.Array, num_groups: int) -> jax.Array:
-    """int32 [num_groups]: how many elements have each group id; ids outside 0..num_groups-1 are not counted."""
+    """int32 [num_groups]: how many elements have each group id; ids outside 0..num_groups-1 are not counted.
+
+    Few groups are compared with every element: added up one by one, elements of the same group wait for each other.
+    """
+    if num_groups <= MOST_GROUPS_FOR_SCAN:
+        groups_G = jnp.arange(num_groups, dtype=group_A.dtype)
+        return jnp.sum(group_A[:, None] == groups_G[None], axis=0, dtype=jnp.int32)
     outside = (group_A < 0) | (group_A >= num_groups)
     return jnp.zeros(num_groups + 1, jnp.int32).at[jnp.where(outside, num_groups, group_A)].add(1)[:-1]
 

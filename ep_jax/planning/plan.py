@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_jax.config import RunConfig, check_run
+from ep_jax.config import RunConfig, check_run, placed
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.choice import holds_all
 from ep_jax.ep.pooled_tokens import pooled_transport
 from ep_jax.ep.settings import dropless
 from ep_jax.fields import ConfigError
 from ep_jax.flops import flops_per_token, num_parameters
-from ep_jax.mesh import resolve
 from ep_jax.model.parameters import CAST_KINDS
 from ep_jax.planning import advice, links
 from ep_jax.planning.bounds import Bounds, bounds
@@ -34,9 +33,9 @@ OUT_OF_SCOPE = "drops, without a trace: they follow from routing, not from sizes
 
 
 def place(config: RunConfig, hardware: Hardware) -> RunConfig:
-    """The configuration with its mesh resolved on the hardware. Raises ConfigError where it cannot stand there."""
-    mesh = resolve(config.mesh, hardware.num_devices if -1 in config.mesh.shape else None)
-    config = dataclasses.replace(config, mesh=mesh)
+    """The configuration on the hardware, its transport chosen. Raises ConfigError where it cannot stand there."""
+    config = placed(config, hardware.num_devices if -1 in config.mesh.shape else None)
+    mesh = config.mesh
     if mesh.size > hardware.num_devices:
         raise ConfigError(
             f"mesh.{mesh.shape_text()}: needs {mesh.size} GPUs, the hardware has {hardware.domains} x "

@@ -44,8 +44,8 @@ def test_every_command_is_one_that_its_tool_takes(devices, quick, tmp_path):
             config = load(given.config, given.overrides)
             assert (config.train.steps, config.mesh.ep, config.folder) == (200, -1, stage.result)
             one = load("h200").train  # a microbatch of it on every device
-            sequences = one.sequences_per_step // one.accumulation * devices
-            assert quick or (config.train.sequences_per_step, config.train.accumulation) == (sequences, 1)
+            rows = one.sequences_per_device * devices
+            assert quick or (config.train.sequences_per_step, config.train.accumulation) == (rows, 1)
             assert f"train_{config.ep.transport}" == stage.name
             seeds.add(config.train.seed)
         else:

@@ -5,7 +5,6 @@ command line with ep_jax and reports, or meets the other task for real and repor
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -21,8 +20,7 @@ import yaml
 
 from ep_jax import distributed, exits
 from ep_jax.cli import parse_args
-from ep_jax.config import RunConfig, check_run
-from ep_jax.mesh import resolve
+from ep_jax.config import RunConfig, check_run, placed
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "tools" / "launch"
@@ -92,10 +90,10 @@ def configuration(words) -> RunConfig:
 
 def check_fits(config, *, boxes, gpus):
     """The run can start on so many boxes: mesh, batch and experts divide, and an ep group stays in a box."""
-    mesh = resolve(config.mesh, boxes * gpus)
-    check_run(dataclasses.replace(config, mesh=mesh))
-    assert mesh.domain_size == gpus
-    assert gpus % mesh.ep == 0
+    config = placed(config, boxes * gpus)
+    check_run(config)
+    assert config.mesh.domain_size == gpus
+    assert gpus % config.mesh.ep == 0
     assert config.checkpoint.every > 0
     assert config.resume == "auto"
 

@@ -124,12 +124,12 @@ def training(machine: Machine, folder: Path, transport: str, steps: int) -> Stag
     """
     file = QUICK_CONFIG if machine.quick else CONFIG
     train = load(file).train
-    sequences = train.sequences_per_step // train.accumulation * (1 if machine.quick else machine.devices)
+    at_a_time = train.sequences_per_device * machine.devices or train.sequences_per_step // train.accumulation
     options: dict[str, object] = {
         "run_dir": str(folder),
         "resume": "never",
         "train.steps": steps,
-        "train.sequences_per_step": sequences,
+        "train.sequences_per_step": at_a_time,
         "train.accumulation": 1,
         "mesh.fsdp": 1,
         "mesh.ep": -1,
