@@ -168,11 +168,12 @@ def measured_on_h200(gpus, settings):
     if settings:
         run = json.loads((ROOT / "benchmarks/train_h200_20261129.json").read_text())["runs"][f"{gpus}_gpu"]
         return run["peak_memory_gib_of_first_gpu"], run["step_ms"]["median_of_last_50_steps"] / 1000, run["mfu"]
-    [run] = json.loads((ROOT / "benchmarks/train_h200_20261130.json").read_text())["results"]
+    file = {1: "train_placed_h200_20261130.json", 2: "train_placed_h200x2_20261130.json"}[gpus]
+    [run] = json.loads((ROOT / "benchmarks" / file).read_text())["results"]
     return run["peak_memory_gib"], run["step_ms"]["median_ms"] / 1000, run["mfu"]
 
 
-@pytest.mark.parametrize(("gpus", "settings"), [(1, BEFORE), (2, BEFORE), (1, {})])
+@pytest.mark.parametrize(("gpus", "settings"), [(1, BEFORE), (2, BEFORE), (1, {}), (2, {})])
 def test_training_measured_on_h200(gpus, settings):
     """Peak within 15 %, a step above both bounds and below four times the looser one."""
     peak_gib, step_s, utilisation = measured_on_h200(gpus, settings)
