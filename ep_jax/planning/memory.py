@@ -29,8 +29,8 @@ Small experts go through `ep/blocks.py` instead: weights and rows of its blocks,
 Remat keeps: none - all of it and the gathered weights of every layer; full - T*D*c a block; exchanges - that, and of
 each layer what arrived by the two exchanges (received + returned; of rows that the experts have weighted their sum
 alone, T*H*c, but for slots of tokens with ep.rescale) and the plan's integers; products - that, and the results of the
-dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; with rowwise or dense and
-unrolled layers also SwiGLU's results, rows*F*c, as XLA was seen to do for H200 (tools.compile). The backward pass of a
+dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; of unrolled layers also
+SwiGLU's results, rows*F*c, and with slots of tokens rows*H*c instead of what arrived (tools.compile). The backward pass of a
 block holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus cotangents as large
 as the largest part of one layer, plus `ragged_dot`.
 
@@ -45,7 +45,8 @@ copies: with accumulation, the weights that the model uses in a narrower compute
 
 Not here: what XLA fuses away or keeps on top, the rows at experts' ends that the kernel of their weights' gradients
 copies, NCCL's and CUDA's own memory, fragmentation. Tests compare state with compiled programs exactly and temporaries
-within a factor of 2; peaks measured on H200 lay 2 to 8 % below the plan.
+within a factor of 2; peaks measured on H200 lay 2 to 8 % below the plan, those that XLA allots for configs/h200.toml
+on two GPUs 8 % below to 4 % above it, by transport.
 """
 
 import dataclasses
@@ -301,9 +302,12 @@ def _kept_of_layer(sizes: Sizes, layer: dict[str, int]) -> int:
     exchanged = rows.received * _payload_row_bytes(sizes) + rows.kept_back * row_bytes
     if sizes.config.ep.transport == "dense":  # nothing travels; the experts' inputs, and the sum
         exchanged = (rows.experts + rows.kept_back) * row_bytes if policy == "products" else 0
-    if sizes.config.ep.transport in ("rowwise", "dense") and policy == "products" and not sizes.config.model.scan:
-        # SwiGLU's results: outside a loop XLA finds them there instead of computing them again.
+    if policy == "products" and not sizes.config.model.scan:
+        # Outside a loop XLA merges what is computed again with the first time: SwiGLU's results, and the experts' rows
+        # where slots hold tokens, of which less arrived.
         exchanged += rows.experts * sizes.config.model.expert_hidden_dim * sizes.itemsize
+        if sizes.config.ep.transport == "pooled_wave" and sizes.config.ep.slots == "token":
+            exchanged += (rows.experts - rows.received) * row_bytes
     plan = sizes.shape.assignments + rows.waves * (2 * rows.sent + rows.received + rows.experts)
     if sizes.config.ep.transport == "rowwise" and once_per_peer(sizes.shape, sizes.shape.local_experts):
         peers = sizes.shape.num_shards - 1  # the maps of rows that cross once: what to send, copy, sum here and add up

@@ -185,6 +185,23 @@ def test_training_measured_on_h200(gpus, settings):
     assert utilisation < own["mfu_ceiling_in_sequence"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "peak_gib"),
+    [
+        ({"ep.transport": "rowwise"}, 87.22),
+        ({"ep.transport": "pooled_wave"}, 95.33),
+        ({"ep.transport": "pooled_wave", "ep.slots": "token"}, 90.55),
+        ({"ep.transport": "ragged"}, 106.29),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_peaks_that_xla_allots_for_two_h200(settings, peak_gib):
+    """`python -m tools.compile --config configs/h200.toml --hardware h200_8 --devices 2` says them, jaxlib 0.11.2."""
+    hardware = load_hardware("h200_8")
+    config = place(load("h200", [("mesh.ep", "2"), *settings.items()]), hardware)
+    assert memory(Sizes(config)).peak / GIB == pytest.approx(peak_gib, rel=0.09)
+
+
 def test_weights_cross_as_planned():
     """Bytes of all gathers, scatters and sums over replicas in the program, for one layer and the tables."""
     config = tiny_config((2, 2, 2), model__remat="exchanges", model__num_layers=2, ep__waves=2)
