@@ -102,32 +102,33 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> Callable[[State, Batch], t
 
     def step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
         gradients, (outputs, valid_targets, routes) = gradients_of(state["params"], state["router"]["bias"], batch)
-        loss = outputs.objective(config.router)
-        metrics = StepMetrics(
-            loss=loss,
-            cross_entropy=outputs.cross_entropy,
-            load_balance=outputs.load_balance,
-            z_loss=outputs.z_loss,
-            grad_norm=gradient_norm(gradients),
-            learning_rate=learning_rate(state["step"]),
-            valid_targets=valid_targets,
-            drops=outputs.drops,
-            loss_finite=jnp.isfinite(loss),
-            gradients_finite=jax.tree.map(lambda gradient: jnp.isfinite(gradient).all(), gradients),
-            routes=routes,
-        )
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        bias = balancing.next_bias(state["router"]["bias"], outputs.router, config.router)
-        new_state = {
-            "step": state["step"] + 1,
-            "params": optax.apply_updates(state["params"], updates),
-            "opt_state": opt_state,
-            "router": {"bias": bias},
-            "rng": state["rng"],
-        }
-        # The old buffers are donated: only here can a step that went wrong still be undone.
-        good = metrics.all_finite
-        return jax.tree.map(lambda new, old: jnp.where(good, new, old), new_state, state), metrics
+        with jax.named_scope("optimizer"):  # all that is outside the model
+            loss = outputs.objective(config.router)
+            metrics = StepMetrics(
+                loss=loss,
+                cross_entropy=outputs.cross_entropy,
+                load_balance=outputs.load_balance,
+                z_loss=outputs.z_loss,
+                grad_norm=gradient_norm(gradients),
+                learning_rate=learning_rate(state["step"]),
+                valid_targets=valid_targets,
+                drops=outputs.drops,
+                loss_finite=jnp.isfinite(loss),
+                gradients_finite=jax.tree.map(lambda gradient: jnp.isfinite(gradient).all(), gradients),
+                routes=routes,
+            )
+            updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+            bias = balancing.next_bias(state["router"]["bias"], outputs.router, config.router)
+            new_state = {
+                "step": state["step"] + 1,
+                "params": optax.apply_updates(state["params"], updates),
+                "opt_state": opt_state,
+                "router": {"bias": bias},
+                "rng": state["rng"],
+            }
+            # The old buffers are donated: only here can a step that went wrong still be undone.
+            good = metrics.all_finite
+            return jax.tree.map(lambda new, old: jnp.where(good, new, old), new_state, state), metrics
 
     shardings = state_shardings(config, mesh)
     batch_shardings = Batch(*(NamedSharding(mesh, BATCH_SPEC),) * len(Batch._fields))

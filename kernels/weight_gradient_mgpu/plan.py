@@ -39,7 +39,7 @@ def plan_steps(groups: Groups) -> tuple[jax.Array, jax.Array]:
     place_1P = jnp.arange(EDGE_ROWS, dtype=jnp.int32)[None]
     after_eP = jnp.where(place_1P < before_e[:, None], 0, whole_e[:, None] * STEP_ROWS)
     row_eP = jnp.where(place_1P < edge_e[:, None], groups.starts_e[:, None] + place_1P + after_eP, -1)
-    order_e = jnp.argsort(steps_e, descending=True).astype(jnp.int32)
+    order_e = jnp.argsort(-steps_e).astype(jnp.int32)
     return jnp.stack([order_e, *(x_e[order_e] for x_e in (first_e, whole_e, steps_e))], axis=1), row_eP.reshape(-1)
 
 

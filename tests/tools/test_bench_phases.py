@@ -12,7 +12,7 @@ SCOPES = {
     "fusion.2": f"{BACKWARD}/rematted_computation/experts/erh,ehf->erf/dot_general",
     "fusion.3": f"{BACKWARD}/experts/erh,ehf->erf/dot_general",
     "all-to-all-start.4": f"{MODEL}/jvp()/while/body/eval_jaxpr/dispatch/all_to_all",
-    "fusion.5": "jit(step)/dot_general",
+    "fusion.5": "jit(step)/optimizer/dot_general",
 }
 
 
@@ -86,7 +86,8 @@ def test_a_gpus_own_scopes_count_where_the_program_says_nothing():
         (f"{BACKWARD}/(attention/psum_invariant:latent/psum_invariant)", ("attention", "backward")),
         (f"{MODEL}/jvp()/while/body/dynamic_slice", ("rest of the model", "forward")),
         (f"{BACKWARD}/rematted_computation/mul", ("rest of the model", "recomputed")),
-        ("jit(step)/jit(_where)/select_n", ("optimizer", "forward")),
+        ("jit(step)/while/body/eval_jaxpr/add", ("rest of the model", "forward")),  # one device: no shard_map is left
+        ("jit(step)/optimizer/jit(_where)/select_n", ("optimizer", "forward")),
         ("", ("no scope", "forward")),
     ],
 )

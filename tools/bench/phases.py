@@ -21,9 +21,9 @@ from ep_jax.profiling import Event
 from tools.bench.timing import is_kernel
 
 MOE = ("router", "route", "dispatch", "experts", "combine", "premix", "latent", "shared_experts")
-SCOPES = (*MOE, "attention", "loss")
-REST_OF_MODEL = "rest of the model"  # embedding, norms, residuals, microbatch sums
 OPTIMIZER = "optimizer"  # all that is outside the model: clipping, updates, the finite check, router balancing
+SCOPES = (*MOE, "attention", "loss", OPTIMIZER)
+REST_OF_MODEL = "rest of the model"  # embedding, norms, residuals, microbatch sums
 UNNAMED = "no scope"  # copies that the compiler put in, transfers to and from the host
 PASSES = ("forward", "recomputed", "backward")
 CONTROL_FLOW = re.compile(r"(while|conditional|call)(\.\d+)?$")  # last as long as what they run
@@ -125,7 +125,7 @@ def phase_of(path: str) -> tuple[str, str]:
         return found[-1], which
     if not path:
         return UNNAMED, "forward"
-    return (REST_OF_MODEL, which) if "shard_map" in path else (OPTIMIZER, "forward")
+    return REST_OF_MODEL, which
 
 
 def collective_of(kernel: str, operation: str) -> str | None:
