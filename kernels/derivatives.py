@@ -14,19 +14,23 @@ import jax.numpy as jnp
 
 from . import call
 
+# fill_rows(rows_NH, source_M, places_NJ) is gather_rows(rows_NH, source_M), told the inverse as well.
+Fill = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
 
 def moving(
-    gather_rows: Callable[[jax.Array, jax.Array], jax.Array], sum_rows: Callable[[jax.Array, jax.Array], jax.Array]
+    fill_rows: Fill,
+    gather_rows: Callable[[jax.Array, jax.Array], jax.Array],
+    sum_rows: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """move_rows(rows_NH, source_M, places_NJ) by these two, as op.py and reference.py of gather_rows have them."""
+    """move_rows(rows_NH, source_M, places_NJ) by these, as op.py and reference.py of gather_rows have them."""
 
     @jax.custom_vjp
     def move(rows_NH, source_M, places_NJ):
-        del places_NJ
-        return gather_rows(rows_NH, source_M)
+        return fill_rows(rows_NH, source_M, places_NJ)
 
     def forward(rows_NH, source_M, places_NJ):
-        return gather_rows(rows_NH, source_M), places_NJ
+        return fill_rows(rows_NH, source_M, places_NJ), places_NJ
 
     def backward(places_NJ, d_out_MH):
         once = places_NJ.shape[1] == 1
@@ -47,7 +51,7 @@ def moving(
 
 
 def summing(
-    sum_rows: Callable[[jax.Array, jax.Array], jax.Array], gather_rows: Callable[[jax.Array, jax.Array], jax.Array]
+    sum_rows: Callable[[jax.Array, jax.Array], jax.Array], fill_rows: Fill
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """sum_moved_rows(rows_NH, places_MJ, source_N) by these two: the adjoint of `moving`."""
 
@@ -57,10 +61,10 @@ def summing(
         return sum_rows(rows_NH, places_MJ)
 
     def forward(rows_NH, places_MJ, source_N):
-        return sum_rows(rows_NH, places_MJ), source_N
+        return sum_rows(rows_NH, places_MJ), (source_N, places_MJ)
 
-    def backward(source_N, d_out_MH):
-        return gather_rows(d_out_MH, source_N), None, None
+    def backward(maps, d_out_MH):
+        return fill_rows(d_out_MH, *maps), None, None
 
     add.defvjp(forward, backward)
 

@@ -29,10 +29,21 @@ from tools.bench.shapes import ROUTINGS, shape_of
 from tools.bench.timing import measure
 
 from .quantize_rows.tune_cases import quantize_cases
-from .tune_cases import TOKAMAX, WAYS, Case, combine_cases, edge_cases, gather_cases, matmul_cases, swiglu_cases
+from .tune_cases import (
+    TOKAMAX,
+    WAYS,
+    Case,
+    combine_cases,
+    edge_cases,
+    gather_cases,
+    matmul_cases,
+    spread_cases,
+    swiglu_cases,
+)
 
 MAKERS = {
     "gather": gather_cases,
+    "spread": spread_cases,
     "combine": combine_cases,
     "matmul": matmul_cases,
     "swiglu": swiglu_cases,

@@ -23,6 +23,7 @@ from .grouped_matmul import op as matmul_op
 from .grouped_matmul import reference as matmul_reference
 from .grouped_matmul.tiles import Groups, capacity_groups, ragged_groups
 from .grouped_matmul_mgpu import op as hopper_op
+from .spread_rows import op as spread_op
 from .swiglu import op as swiglu_op
 from .swiglu import reference as swiglu_reference
 from .weight_gradient_mgpu import op as gradient_op
@@ -32,7 +33,7 @@ SLACK = 1.05  # rows of a buffer per row that is used
 EDGE_SIZES = (0, 1, 7, 63, 64, 65, 300, 0, 128, 5)
 EDGE_WIDTHS = {"triton": (264, 392), "hopper": (512, 1024)}  # of which no block divides Triton's
 TOKAMAX = "tokamax"
-WAYS = ("triton", "hopper", TOKAMAX)
+WAYS = ("triton", "gather", "hopper", TOKAMAX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,40 @@ def gather_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:
             baseline_work=2.0 * shape.width * (used + slots),
             unit="TB/s",
         )
+
+
+def spread_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:
+    """Tokens into the order of their experts, all on one GPU, of random choices; a gather of the same beside it."""
+    rng = np.random.default_rng(0)
+    slots, experts = buffer_rows(shape), shape.num_experts(1)
+    assignment = np.argsort(np.argsort(rng.random((shape.tokens, experts)))[:, : shape.choices].ravel(), kind="stable")
+    source = np.full(slots, -1, np.int32)
+    source[: shape.rows] = assignment // shape.choices
+    places = np.empty(shape.rows, np.int32)
+    places[assignment] = np.arange(shape.rows)
+    rows, source = normal(0, (shape.tokens, shape.width)), jnp.asarray(source)
+    places = jnp.asarray(places.reshape(shape.tokens, shape.choices))
+
+    def gathered(launch):
+        return lambda rows, source, places: gather_op.gather_rows(rows, source, launch)
+
+    def plain(rows, source, places):
+        return gather_reference.gather_rows(rows, source)
+
+    work = 2.0 * shape.width * (shape.tokens + slots)
+    yield Case(
+        name="spread",
+        shape=shape.name,
+        ways=triton(spread_op.CANDIDATES, lambda launch: lambda *given: spread_op.spread_rows(*given, launch=launch))
+        | {"gather": Way(gather_op.CANDIDATES[:4], gathered)},
+        arguments=(rows, source, places),
+        reference=plain,
+        baseline=plain,
+        baseline_arguments=(rows, source, places),
+        work=work,
+        baseline_work=work,
+        unit="TB/s",
+    )
 
 
 def combine_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:

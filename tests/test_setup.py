@@ -61,6 +61,8 @@ def test_wheel_holds_the_package_and_its_configs_only(tmp_path):
     in_checkout = {str(path.relative_to(ROOT)) for path in (ROOT / "ep_jax").rglob("*.py")}
     configs = {f"ep_jax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.toml")}
     assert in_checkout | configs == {name for name in names if name.startswith("ep_jax/")}
+    kernels = {f"ep_jax_kernels/{path.relative_to(ROOT / 'kernels')}" for path in (ROOT / "kernels").rglob("*.py")}
+    assert kernels == {name for name in names if name.startswith("ep_jax_kernels/")}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
     # Away from the checkout the installed package finds its configuration.

@@ -1,4 +1,4 @@
-"""Rows by index near the speed of a copy: payload packing, compaction, expansion.
+"""Rows by index near the speed of a copy: payload packing and compaction; expansion by ../spread_rows.
 
 Letters: N input rows, M output rows, J places of one row, H width. An index outside 0 .. N-1, as -1, reads as zeros and
 receives nothing, whatever the buffers contain. Needs a GPU; reference.py is the same in plain JAX.
@@ -10,6 +10,7 @@ import jax
 
 from .. import call, derivatives
 from ..combine_rows.op import sum_rows
+from ..spread_rows.op import spread_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,5 +71,12 @@ def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDA
     )
 
 
-move_rows = derivatives.moving(gather_rows, sum_rows)
-sum_moved_rows = derivatives.summing(sum_rows, gather_rows)
+def fill_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
+    """gather_rows(rows_NH, source_M), whose inverse is places_NJ: by whichever kernel moves fewer bytes."""
+    if places_NJ.shape[1] > 1 and source_M.shape[0] > rows_NH.shape[0]:
+        return spread_rows(rows_NH, source_M, places_NJ)
+    return gather_rows(rows_NH, source_M)
+
+
+move_rows = derivatives.moving(fill_rows, gather_rows, sum_rows)
+sum_moved_rows = derivatives.summing(sum_rows, fill_rows)

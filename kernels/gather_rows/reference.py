@@ -24,5 +24,10 @@ def sum_rows(rows_NH: jax.Array, places_MJ: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, terms).astype(rows_NH.dtype)
 
 
-move_rows = derivatives.moving(gather_rows, sum_rows)
-sum_moved_rows = derivatives.summing(sum_rows, gather_rows)
+def _fill_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
+    del places_NJ
+    return gather_rows(rows_NH, source_M)
+
+
+move_rows = derivatives.moving(_fill_rows, gather_rows, sum_rows)
+sum_moved_rows = derivatives.summing(sum_rows, _fill_rows)

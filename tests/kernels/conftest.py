@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernels import numpy_tensor
 
-KERNELS = ("gather_rows", "combine_rows", "grouped_matmul", "swiglu", "grouped_mlp")
+KERNELS = ("gather_rows", "spread_rows", "combine_rows", "grouped_matmul", "swiglu", "grouped_mlp")
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,7 @@ def main():
     from ep_jax_kernels.gather_rows.op import gather_rows
     from ep_jax_kernels.grouped_matmul.tiles import ragged_groups
     from ep_jax_kernels.grouped_mlp.op import Methods, grouped_mlp
+    from ep_jax_kernels.spread_rows.op import spread_rows
 
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -82,6 +83,7 @@ def main():
 
     width = 3080  # a payload row with a header: a multiple of 8 elements, not of any block
     jax.eval_shape(gather_rows, shape(4096, width), integers(8192))
+    jax.eval_shape(spread_rows, shape(4096, width), integers(8192), integers(4096, 4))
     jax.eval_shape(
         gradients,
         *(shape(8192, width), shape(2048, 4, dtype=jnp.float32), integers(2048, 4), integers(8192)),

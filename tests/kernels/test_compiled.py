@@ -41,6 +41,7 @@ def instructions(compiled, kernel):
 def test_every_kernel_fits_and_spills_nothing(compiled):
     assert {record["kernel"] for record in compiled} == {
         "gather_rows_kernel",
+        "spread_rows_kernel",
         "combine_rows_kernel",
         "combine_rows_gradient_kernel",
         "grouped_matmul_kernel",
@@ -58,6 +59,7 @@ def test_every_kernel_fits_and_spills_nothing(compiled):
     "kernel",
     [
         "gather_rows_kernel",
+        "spread_rows_kernel",
         "combine_rows_kernel",
         "combine_rows_gradient_kernel",
         "swiglu_kernel",

@@ -1,0 +1,1 @@
+"""Moving rows to several places each."""
