@@ -46,6 +46,8 @@ def start(config: RunConfig) -> Runtime:
     platform = xla_flags.default_platform()
     launch = distributed.detect()
     notes = unused_accumulation(config)
+    if -1 not in config.mesh.shape:
+        config = placed(config, None)  # the flags depend on it; the devices are counted later
     per_process = None
     if platform == "cpu":
         processes = launch.num_processes or 1
@@ -92,7 +94,7 @@ def start(config: RunConfig) -> Runtime:
 
 
 def preset_of(config: RunConfig, platform: str) -> str:
-    """The name of the XLA flags of a run."""
+    """The name of the XLA flags of a run. An accumulation that is not known yet (0) is taken for more than one part."""
     preset = exchange_preset([config.ep], platform)
     # A loop over parts of the batch would be taken apart too, at the cost of memory and compiling (xla_flags.py).
     scans = config.model.scan and config.train.accumulation == 1

@@ -1,12 +1,13 @@
 """Checks and times every launch of every kernel on one GPU: `python -m kernels.tune --out kernels.json` in a checkout.
 
 For one GPU's share of the benchmark shapes at ep 2. An operation may be done in several ways: `triton`, `hopper`
-(Pallas Mosaic GPU), and `tokamax`, for comparison, where it is installed. Of each way all launches are tried the first
-time, the best few on other shapes. A launch is checked against the plain reference, in memory that was filled with NaN
-where the allocator is likely to put outputs, then timed on the host, many calls at once; the best few get device times
-from a trace. The winners also run on experts of awkward sizes between rows of NaN. Rates count rows read and written,
-or floating-point operations on owned rows, with integer planning in the time; beside them stand this GPU's copy and
-XLA's own way of doing the same, measured in the same run. A layer's benchmark is tools.bench.
+(Pallas Mosaic GPU), and for comparison `gather` beside rows that are spread, and `tokamax` where it is installed. Of
+each way all launches are tried the first time, the best few on other shapes. A launch is checked against the plain
+reference, in memory that was filled with NaN where the allocator is likely to put outputs, then timed on the host, many
+calls at once; the best few get device times from a trace. The winners also run on experts of awkward sizes between rows
+of NaN. Rates count rows read and written, or floating-point operations on owned rows, with integer planning in the
+time; beside them stand this GPU's copy and XLA's own way of doing the same, measured in the same run. A layer's
+benchmark is tools.bench.
 """
 
 import argparse

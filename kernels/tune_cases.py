@@ -116,7 +116,7 @@ def spread_cases(shape: Shape, routings: Sequence[str]) -> Iterator[Case]:
         name="spread",
         shape=shape.name,
         ways=triton(spread_op.CANDIDATES, lambda launch: lambda *given: spread_op.spread_rows(*given, launch=launch))
-        | {"gather": Way(gather_op.CANDIDATES[:4], gathered)},
+        | {"gather": Way(gather_op.CANDIDATES[:1], gathered)},
         arguments=(rows, source, places),
         reference=plain,
         baseline=plain,

@@ -32,6 +32,31 @@ def test_loops_are_pipelined_only_where_layers_are_the_one_loop(platform, scan, 
 
 
 @pytest.mark.parametrize(
+    ("changes", "asked", "notes"),
+    [
+        ({"mesh__ep": "1"}, "gpu_scan", []),  # 8 rows at a time are all of them
+        ({"mesh__ep": "-1"}, "gpu", []),  # not known yet
+        (
+            {"train__accumulation": "2"},
+            "gpu",
+            ["not used: train.sequences_per_device = 8, as train.accumulation = 2 is not 0"],
+        ),
+    ],
+    ids=["one part", "unknown", "given"],
+)
+def test_flags_of_parts_that_follow_from_the_rows_of_a_device(monkeypatch, changes, asked, notes):
+    """A mesh of numbers says how many parts there are before the flags are set."""
+    settings = {"train__accumulation": "0", "train__sequences_per_device": "8", "train__sequences_per_step": "8"}
+    presets, given = [], tiny_config((1, 1, 1), model__scan="true", ep__transport="pooled_wave", **(settings | changes))
+    monkeypatch.setattr(xla_flags, "default_platform", lambda: "gpu")
+    monkeypatch.setattr(xla_flags, "prepare", lambda preset, *_, **__: presets.append(preset) or ())
+    with pytest.raises(ConfigError, match="^devices: JAX should have found a gpu"):
+        launch.start(given)
+    assert presets == [asked]
+    assert launch.unused_accumulation(given) == notes
+
+
+@pytest.mark.parametrize(
     ("changes", "preset"),
     [
         ({}, "gpu_in_order"),

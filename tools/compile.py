@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> None:
     hardware = dataclasses.replace(hardware, devices_per_domain=int(text), domains=1)
     config = load(arguments.config, arguments.overrides)
     planned = memory(Sizes(place(config, hardware)))
+    config = placed(config, hardware.num_devices if -1 in config.mesh.shape else None)
     pretend.check_packages()
     flags = xla_flags.prepare(preset_of(config, "gpu"), profiling=bool(config.profile.steps))
     pretend.stay_on_cpu()

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from ep_jax.ep.routes import Routes
 
 # Up to this many groups, counting in blocks beats a sort: 16 to 41 times on an H200
-# (benchmarks/experts_h200_20261130.json). Within a block all pairs are compared, so it is short.
+# (benchmarks/experts_h200_20261130.json). Within a block all pairs are compared, so it is short. Counting alone, by
+# comparison, is 2 to 7 times faster than one by one, and 3 times with 384 groups
+# (benchmarks/balance_h200_20261130.json).
 MOST_GROUPS_FOR_SCAN = 128
 BLOCK = 16
 

@@ -23,8 +23,9 @@ take_rows = gather_by_xla.gather_rows
 def move_rows(rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array) -> jax.Array:
     """Output row m is input row source_M[m] (int32, -1 for zeros); dtype and width of the input.
 
-    places_NJ is the inverse: the output rows that hold input row n (int32, -1 for none). The gradient of row n is the
-    float32 sum (float64 of float64 rows) of the output gradients at its places, in order of J.
+    places_NJ is the inverse, exactly, as kernels may write by it: the output rows that hold input row n (int32, -1 for
+    none). The gradient of row n is the float32 sum (float64 of float64 rows) of the output gradients at its places, in
+    order of J.
     """
     return implementations.first(
         "moving rows", gather_op.move_rows, gather_by_xla.move_rows, rows_NH, source_M, places_NJ
@@ -39,8 +40,8 @@ def move_numbers(values_N: jax.Array, source_M: jax.Array, places_NJ: jax.Array)
 def sum_moved_rows(rows_NH: jax.Array, places_MJ: jax.Array, source_N: jax.Array) -> jax.Array:
     """Output row m is the float32 sum, in order of J, of the rows at places_MJ[m] (int32, -1 for none), cast once.
 
-    source_N is the inverse: the output row that takes input row n (int32, -1 for none, which gets a zero gradient). The
-    adjoint of `move_rows`.
+    source_N is the inverse, exactly: the output row that takes input row n (int32, -1 for none, which gets a zero
+    gradient). The adjoint of `move_rows`.
     """
     return implementations.first(
         "summing rows", gather_op.sum_moved_rows, gather_by_xla.sum_moved_rows, rows_NH, places_MJ, source_N

@@ -1,4 +1,4 @@
-"""Rows by index near the speed of a copy: payload packing and compaction; expansion by ../spread_rows.
+"""Rows by index near the speed of a copy, and moved with their derivatives: payload packing, compaction, expansion.
 
 Letters: N input rows, M output rows, J places of one row, H width. An index outside 0 .. N-1, as -1, reads as zeros and
 receives nothing, whatever the buffers contain. Needs a GPU; reference.py is the same in plain JAX.

@@ -109,10 +109,14 @@ def test_steps_and_edges_hold_every_owned_row_once_and_no_other():
                 assert sorted(held) == list(range(start, start + sizes[expert]))
 
 
-EVEN, UNEVEN = [4096] * 64, np.random.default_rng(0).multinomial(64 * 4096, np.arange(1, 65) / 2080)
+# Dealt out without the order by steps the first of these is worse than allowed, without turns that go back the second.
+SHUFFLED = np.random.default_rng(0).permutation(
+    np.random.default_rng(0).multinomial(64 * 4096, np.arange(1, 65) / 2080)
+)
+DRAWN = np.random.default_rng(0).multinomial(64 * 4096, np.random.default_rng(0).dirichlet(np.full(64, 6.0)))
 
 
-@pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("sizes", [[4096] * 64, SHUFFLED, DRAWN], ids=["even", "shuffled", "drawn"])
 def test_clusters_have_alike_much_to_do(sizes):
     """The 66 clusters of an H200, 64 experts of 32 tiles: none exceeds the mean by more than one tile of 31."""
     clusters, num_tiles = 66, 64 * 32
