@@ -61,8 +61,11 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"--devices = {text!r}: allowed is 1 to {most}, the GPUs of an NVLink domain")
     hardware = dataclasses.replace(hardware, devices_per_domain=int(text), domains=1)
     config = load(arguments.config, arguments.overrides)
-    planned = memory(Sizes(place(config, hardware)))
-    config = placed(config, hardware.num_devices if -1 in config.mesh.shape else None)
+    placement = place(config, hardware)
+    planned = memory(Sizes(placement))
+    config = dataclasses.replace(
+        config, mesh=placement.mesh, train=placement.train
+    )  # the transport as it was asked for
     pretend.check_packages()
     flags = xla_flags.prepare(preset_of(config, "gpu"), profiling=bool(config.profile.steps))
     pretend.stay_on_cpu()
