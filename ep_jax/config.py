@@ -247,22 +247,23 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError("train.accumulation = 0: must be resolved against the devices first")
     devices = math.prod(mesh.shape)
     shards = mesh.fsdp * mesh.ep
+    dealt_to = _shards(config)
     group, group_name, places = mesh.ep, "mesh.ep", f"{devices} devices, replica x fsdp x ep"
     if config.ep.emulates:
         group, group_name = config.ep.emulated_shards, "ep.emulated_shards"
-        places = f"{_shards(config)} shards, replica x fsdp x ep.emulated_shards"
+        places = f"{dealt_to} shards, replica x fsdp x ep.emulated_shards"
         _require_multiple("ep.emulated_shards", group, mesh.ep, "mesh.ep")
 
     _require_multiple("router.num_experts", router.num_experts, group, group_name)
     _require_multiple(
         "train.sequences_per_step",
         train.sequences_per_step,
-        train.accumulation * _shards(config),
+        train.accumulation * dealt_to,
         f"train.accumulation = {train.accumulation} times {places}",
     )
     _require_multiple("train.eval_sequences", train.eval_sequences, devices, "devices, replica x fsdp x ep")
     if "premix" in config.ep.used and config.ep.premix > 1:
-        rows = train.sequences_per_step // (train.accumulation * _shards(config))
+        rows = train.sequences_per_step // (train.accumulation * dealt_to)
         tokens = rows * config.data.sequence_length
         for name, value in {group_name: group, "the tokens of a shard": tokens}.items():
             if value % config.ep.premix:

@@ -46,8 +46,6 @@ def start(config: RunConfig) -> Runtime:
     platform = xla_flags.default_platform()
     launch = distributed.detect()
     notes = unused_accumulation(config)
-    if -1 not in config.mesh.shape:
-        config = placed(config, None)  # the flags depend on it; the devices are counted later
     per_process = None
     if platform == "cpu":
         processes = launch.num_processes or 1
@@ -61,6 +59,8 @@ def start(config: RunConfig) -> Runtime:
         check_run(config)  # before a backend starts
         if given is None:
             notes.append(f"devices: {per_process} virtual CPU devices made for the mesh {config.mesh.shape_text()}")
+    elif -1 not in config.mesh.shape:
+        config = placed(config, None)  # the flags depend on it; the devices are counted later
     flags = xla_flags.prepare(preset_of(config, platform), per_process, profiling=bool(config.profile.steps))
     launch = distributed.initialize(launch)
 

@@ -75,7 +75,7 @@ PRESETS = (
             # Beside a persistent kernel an exchange holds multiprocessors while it waits for its peer, and the kernel's
             # blocks there begin when it is through. Where exchanges are short (slots of tokens) that costs more than it
             # hides: at bench shape B 23.3 ms a layer on 2 H200 (a tenth of the calls below 19.8, a tenth above 23.8),
-            # on another, slower pair in order 21.3 (21.1, 21.6); experiments/LOG.md.
+            # on another pair in order 20.8 (20.5, 20.9); experiments/LOG.md.
             "--xla_gpu_disable_async_collectives=ALLTOALL",
         ),
         environment=(("XLA_CLIENT_MEM_FRACTION", "0.9"),),

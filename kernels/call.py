@@ -5,6 +5,7 @@ The one place that calls jax-triton: 0.3.1 with triton 3.6, the pair that works 
 All sizes are given to kernels as constants, so a kernel is compiled for its shapes, as XLA programs are.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -13,6 +14,31 @@ import jax
 from jax import lax
 
 MULTIPROCESSORS = 132  # of an H100 or H200, for lowering without one
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLaunch:
+    """The tile of a program that moves rows, `rows` by `columns`, and how it reads and writes them.
+
+    2 to 16 loads of 16 bytes a thread: rows * columns / (32 * warps * 8) at 2 bytes an element.
+    """
+
+    rows: int = 8
+    columns: int = 1024
+    warps: int = 4
+    load_policy: str = ""
+    store_cache: str = ""
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What `triton_call` and such a kernel take of it."""
+        return dict(
+            num_warps=self.warps,
+            ROWS=self.rows,
+            COLUMNS=self.columns,
+            LOAD_POLICY=self.load_policy,
+            STORE_CACHE=self.store_cache,
+        )
 
 
 def triton_call(

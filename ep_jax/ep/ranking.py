@@ -33,7 +33,7 @@ def _rank_by_blocks(group_A: jax.Array, num_groups: int) -> jax.Array:
     """Elements of the same group in earlier blocks, from the blocks' counts, and before it in its own block."""
     blocks = -(-group_A.size // BLOCK)
     group_NB = jnp.pad(group_A, (0, blocks * BLOCK - group_A.size), constant_values=-1).reshape(blocks, BLOCK)
-    member_NBG = group_NB[:, :, None] == jnp.arange(num_groups, dtype=group_A.dtype)[None, None]
+    member_NBG = jax.nn.one_hot(group_NB, num_groups, dtype=bool)
     counts_NG = jnp.sum(member_NBG, axis=1, dtype=jnp.int32)
     before_NG = jnp.cumsum(counts_NG, axis=0) - counts_NG
     before_NB = jnp.take_along_axis(before_NG, jnp.clip(group_NB, 0, num_groups - 1), axis=1)
@@ -48,8 +48,7 @@ def count_groups(group_A: jax.Array, num_groups: int) -> jax.Array:
     Few groups are compared with every element: added up one by one, elements of the same group wait for each other.
     """
     if num_groups <= MOST_GROUPS_FOR_SCAN:
-        groups_G = jnp.arange(num_groups, dtype=group_A.dtype)
-        return jnp.sum(group_A[:, None] == groups_G[None], axis=0, dtype=jnp.int32)
+        return jnp.sum(jax.nn.one_hot(group_A, num_groups, dtype=bool), axis=0, dtype=jnp.int32)
     outside = (group_A < 0) | (group_A >= num_groups)
     return jnp.zeros(num_groups + 1, jnp.int32).at[jnp.where(outside, num_groups, group_A)].add(1)[:-1]
 

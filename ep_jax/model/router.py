@@ -81,7 +81,7 @@ def _scores_of_forward(scores_TE, expert_ids_TK, num_experts):
 
 
 def _scores_of_backward(num_experts, expert_ids_TK, d_chosen_TK):
-    matches_TKE = _matches(expert_ids_TK, num_experts)
+    matches_TKE = jax.nn.one_hot(expert_ids_TK, num_experts, dtype=bool)
     return jnp.sum(jnp.where(matches_TKE, d_chosen_TK[:, :, None], 0), axis=1), None
 
 
@@ -90,13 +90,8 @@ scores_of.defvjp(_scores_of_forward, _scores_of_backward)
 
 def count_choices(expert_ids_TK: jax.Array, valid_T: jax.Array, num_experts: int) -> jax.Array:
     """Assignments of valid tokens to each expert, exact: int32 [E]."""
-    matches_TKE = _matches(expert_ids_TK, num_experts)
+    matches_TKE = jax.nn.one_hot(expert_ids_TK, num_experts, dtype=bool)
     return jnp.sum(matches_TKE & valid_T[:, None, None], axis=(0, 1), dtype=jnp.int32)
-
-
-def _matches(expert_ids_TK: jax.Array, num_experts: int) -> jax.Array:
-    """bool [T, K, E]: which expert each choice is."""
-    return expert_ids_TK[:, :, None] == jnp.arange(num_experts)[None, None, :]
 
 
 def scaled_to_sum(scores: jax.Array, total: float) -> jax.Array:

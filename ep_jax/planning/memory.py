@@ -31,9 +31,9 @@ each layer what arrived by the two exchanges (received + returned; of rows that 
 alone, T*H*c, but for slots of tokens with ep.rescale) and the plan's integers; products - that, and the results of the
 dense products, T*(q + 2*kv + 3*D + H + 2*U)*c and the router's, and the experts' rows*2*F*c; of unrolled layers also
 SwiGLU's results, rows*F*c, and with slots of tokens rows*H*c instead of what arrived (seen by tools.compile of
-pooled_wave, ragged, rowwise and dense, and taken for the same in the others). The backward pass
-of a block holds the n layers of it once more (remat recomputes whole blocks), less what was kept, plus cotangents as
-large as the largest part of one layer, plus `ragged_dot`.
+pooled_wave, ragged, rowwise and dense, and taken for the same in the others). The backward pass of a block holds the n
+layers of it once more (remat recomputes whole blocks), less what was kept, plus cotangents as large as the largest part
+of one layer, plus `ragged_dot`.
 
 Peak = state + gradients + the largest of
     backward    copies + kept + working set of a block + its gathered weights + the largest weight gradient,

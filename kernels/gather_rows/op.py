@@ -4,47 +4,34 @@ Letters: N input rows, M output rows, J places of one row, H width. An index out
 receives nothing, whatever the buffers contain. Needs a GPU; reference.py is the same in plain JAX.
 """
 
-import dataclasses
-
 import jax
 
 from .. import call, derivatives
+from ..call import RowLaunch
 from ..combine_rows.op import sum_rows
 from ..spread_rows.op import spread_rows
 
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A program's tile. 2 to 16 loads of 16 bytes a thread, rows * columns / (32 * warps * 8) at 2 bytes an element."""
-
-    rows: int = 8
-    columns: int = 1024
-    warps: int = 4
-    load_policy: str = ""
-    store_cache: str = ""
-
-
 # The first is within 1 % of the fastest on an H200 (benchmarks/kernels_h200_20261130.json) and is the default.
 CANDIDATES = (
-    Launch(),
-    Launch(rows=4),
-    Launch(rows=16),
-    Launch(rows=16, warps=8),
-    Launch(rows=4, columns=512),
-    Launch(rows=16, columns=512),
-    Launch(rows=32, columns=256),
-    Launch(rows=4, columns=2048),
-    Launch(rows=8, columns=2048, warps=8),
-    Launch(rows=2, columns=4096),
-    Launch(load_policy="evict_first"),
-    Launch(store_cache=".cs"),
-    Launch(load_policy="evict_first", store_cache=".cs"),
-    Launch(rows=4, load_policy="evict_first", store_cache=".cs"),
-    Launch(rows=16, columns=512, store_cache=".cs"),
+    RowLaunch(),
+    RowLaunch(rows=4),
+    RowLaunch(rows=16),
+    RowLaunch(rows=16, warps=8),
+    RowLaunch(rows=4, columns=512),
+    RowLaunch(rows=16, columns=512),
+    RowLaunch(rows=32, columns=256),
+    RowLaunch(rows=4, columns=2048),
+    RowLaunch(rows=8, columns=2048, warps=8),
+    RowLaunch(rows=2, columns=4096),
+    RowLaunch(load_policy="evict_first"),
+    RowLaunch(store_cache=".cs"),
+    RowLaunch(load_policy="evict_first", store_cache=".cs"),
+    RowLaunch(rows=4, load_policy="evict_first", store_cache=".cs"),
+    RowLaunch(rows=16, columns=512, store_cache=".cs"),
 )
 
 
-def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDATES[0]) -> jax.Array:
+def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: RowLaunch = CANDIDATES[0]) -> jax.Array:
     """rows_NH[index_M] (index int32), zeros where the index is outside 0 .. N-1.
 
     Elements of 2 or 4 bytes, H a multiple of 8; NotImplementedError otherwise. No derivative of its own; see
@@ -60,14 +47,10 @@ def gather_rows(rows_NH: jax.Array, index_M: jax.Array, launch: Launch = CANDIDA
         kernel=gather_rows_kernel,
         out_shape=jax.ShapeDtypeStruct((num_out, width), rows_NH.dtype),
         programs=call.ceil_div(num_out, launch.rows) * call.ceil_div(width, launch.columns),
-        num_warps=launch.warps,
         N=num_rows,
         M=num_out,
         H=width,
-        ROWS=launch.rows,
-        COLUMNS=launch.columns,
-        LOAD_POLICY=launch.load_policy,
-        STORE_CACHE=launch.store_cache,
+        **launch.constants,
     )
 
 

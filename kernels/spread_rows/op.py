@@ -4,44 +4,32 @@ Letters: N input rows, M output rows, J places of one row, H width. Needs a GPU;
 of ../gather_rows/reference.py.
 """
 
-import dataclasses
-
 import jax
 
 from .. import call
+from ..call import RowLaunch
 
 EMPTY_ROWS, EMPTY_COLUMNS = 64, 128  # tile of the programs that write zeros
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A program's tile: it holds so many columns of so many rows while it writes them to their places."""
-
-    rows: int = 4
-    columns: int = 1024
-    warps: int = 4
-    load_policy: str = ""
-    store_cache: str = ""
-
-
 # The first is the default.
 CANDIDATES = (
-    Launch(),
-    Launch(rows=1),
-    Launch(rows=2),
-    Launch(rows=8),
-    Launch(rows=8, warps=8),
-    Launch(rows=4, columns=512),
-    Launch(rows=16, columns=256),
-    Launch(rows=2, columns=2048),
-    Launch(load_policy="evict_first"),
-    Launch(store_cache=".cs"),
-    Launch(load_policy="evict_first", store_cache=".cs"),
+    RowLaunch(rows=4),
+    RowLaunch(rows=1),
+    RowLaunch(rows=2),
+    RowLaunch(rows=8),
+    RowLaunch(rows=8, warps=8),
+    RowLaunch(rows=4, columns=512),
+    RowLaunch(rows=16, columns=256),
+    RowLaunch(rows=2, columns=2048),
+    RowLaunch(rows=4, load_policy="evict_first"),
+    RowLaunch(rows=4, store_cache=".cs"),
+    RowLaunch(rows=4, load_policy="evict_first", store_cache=".cs"),
 )
 
 
 def spread_rows(
-    rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array, launch: Launch = CANDIDATES[0]
+    rows_NH: jax.Array, source_M: jax.Array, places_NJ: jax.Array, launch: RowLaunch = CANDIDATES[0]
 ) -> jax.Array:
     """[M,H]: row n at each of its places_NJ[n], zeros where source_M is outside 0 .. N-1.
 
@@ -61,15 +49,11 @@ def spread_rows(
         kernel=spread_rows_kernel,
         out_shape=jax.ShapeDtypeStruct((num_out, width), rows_NH.dtype),
         programs=row_programs + call.ceil_div(num_out, EMPTY_ROWS),
-        num_warps=launch.warps,
         N=num_rows,
         M=num_out,
         J=places_NJ.shape[1],
         H=width,
-        ROWS=launch.rows,
-        COLUMNS=launch.columns,
         EMPTY_ROWS=EMPTY_ROWS,
         EMPTY_COLUMNS=EMPTY_COLUMNS,
-        LOAD_POLICY=launch.load_policy,
-        STORE_CACHE=launch.store_cache,
+        **launch.constants,
     )

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ep_jax_kernels.call import RowLaunch
 from ep_jax_kernels.gather_rows import reference
-from ep_jax_kernels.gather_rows.op import CANDIDATES, Launch
+from ep_jax_kernels.gather_rows.op import CANDIDATES
 
-SMALL = Launch(rows=4, columns=32, warps=1)
+SMALL = RowLaunch(rows=4, columns=32, warps=1)
 
 
 def problem(dtype, num_rows, num_out, width, seed=0):

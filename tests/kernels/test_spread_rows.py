@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ep_jax_kernels.spread_rows.op import CANDIDATES, Launch
+from ep_jax_kernels.call import RowLaunch
+from ep_jax_kernels.spread_rows.op import CANDIDATES
 
-SMALL = Launch(rows=4, columns=32, warps=1)
+SMALL = RowLaunch(rows=4, columns=32, warps=1)
 
 
 def problem(num_rows, num_out, choices, width, seed=0):
