@@ -26,7 +26,7 @@ KINDS = {
     "exchange": r"nccl|sendrecv|alltoall|all-to-all",
     "matmul": r"gemm|cutlass|cublas|matmul|dot|nvjet|wgmma|grouped|weight_gradient",
     "copy": r"memcpy|memset|copy|concatenate|transpose|pad",
-    "gather": r"gather|scatter|combine_rows|gather_rows",
+    "gather": r"gather|scatter|combine_rows|spread_rows",
     "index": r"sort|scan|cumsum|reduce-window|radix|searchsorted",
 }
 
