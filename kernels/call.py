@@ -7,6 +7,7 @@ All sizes are given to kernels as constants, so a kernel is compiled for its sha
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -39,6 +40,12 @@ class RowLaunch:
             LOAD_POLICY=self.load_policy,
             STORE_CACHE=self.store_cache,
         )
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """A warning of what is computed otherwise than it might be, the first time it is said."""
+    logging.getLogger("ep_jax").warning(message)
 
 
 def triton_call(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep.agreement import AGREED
-from ep_jax.ep.capacity import Capacity, LayerShape, destination_rows
+from ep_jax.ep.capacity import Capacity, LayerShape, destination_rows, whole_rows
 from ep_jax.ep.ranking import count_groups, rank_in_group
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.settings import EPConfig
@@ -49,8 +49,8 @@ class Receivers:
         return destination_rows(self.settings.receiver_factor, self.shape, experts.stop - experts.start)
 
     def rows(self, wave: int) -> int:
-        """Static N."""
-        return self.capacity(wave).static_rows(self.shape.tokens * self.shape.num_shards)
+        """Static N, in whole groups of rows."""
+        return whole_rows(self.capacity(wave).static_rows(self.shape.tokens * self.shape.num_shards))
 
     def keep(self, counts_SE: jax.Array, group_valid: jax.Array) -> jax.Array:
         """Agreed rows int32 [S sources, S destinations, e] from everybody's counts."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ep_jax.fields import ConfigError
 
 INT32_LIMIT = 2**31
+WHOLE_ROWS = 8  # products of grouped rows take so many at a time (ep_jax_kernels.hopper.ALIGNED_ROWS)
 TOKEN_RATES = 1024
 
 
@@ -120,6 +121,15 @@ def destination_rows(factor: float, shape: LayerShape, experts_in_wave: int) -> 
     rate = _fraction("ep.receiver_factor", factor, worst) * shape.experts_per_token * experts_in_wave
     most = shape.num_shards * shape.tokens * most_per_token
     return _capacity("ep.receiver_factor", factor, rate / shape.num_experts, most)
+
+
+def whole_rows(rows: int, buffers: int = 1) -> int:
+    """The least number of rows, `rows` or more, of which so many buffers have together a multiple of 8.
+
+    Buffers of experts' rows are that large, for the sake of the kernels; what is accepted stays the same.
+    """
+    unit = WHOLE_ROWS // math.gcd(WHOLE_ROWS, buffers)
+    return -(-rows // unit) * unit
 
 
 def _fraction(key: str, factor: float, worst: Fraction) -> Fraction:

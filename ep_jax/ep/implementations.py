@@ -8,12 +8,12 @@ to XLA, and is logged once. The choice is made when an operation is traced; its 
 import contextlib
 import functools
 import importlib.util
-import logging
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+from ep_jax_kernels.call import log_once
 
 _wanted: ContextVar[str] = ContextVar("kernels", default="auto")
 
@@ -57,13 +57,8 @@ def first(operation: str, kernel: Callable[..., Any], plain: Callable[..., Any],
         try:
             return kernel(*arguments)
         except NotImplementedError as refusal:
-            _log_once(f"{operation} by XLA: {refusal}")
+            log_once(f"{operation} by XLA: {refusal}")
     return plain(*arguments)
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logging.getLogger("ep_jax").warning(message)
 
 
 def describe(kernels: str) -> str:

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_jax.ep import float8
 from ep_jax.ep.agreement import fill
-from ep_jax.ep.capacity import Capacity, LayerShape, expert_rows, sender_pool
+from ep_jax.ep.capacity import Capacity, LayerShape, expert_rows, sender_pool, whole_rows
 from ep_jax.ep.experts import CapacityRows, ExpertRows, RaggedRows
 from ep_jax.ep.payload import Float8Layout, Layout
 from ep_jax.ep.ranking import count_groups, invert, rank_assignments, rank_in_group
@@ -149,6 +149,19 @@ class Pooled(ReturnsRows):
         return self.receiver.static_rows(self.shape.tokens * self.shape.num_shards)
 
     @property
+    def rows_apart(self) -> int:
+        """From one local expert's rows to the next one's: R, or a few more so that all are whole groups of rows."""
+        return whole_rows(self.expert_rows, self.shape.local_experts)
+
+    @property
+    def held_rows(self) -> int:
+        """Static C: rows of all local experts in a wave."""
+        held = self.shape.local_experts * self.rows_apart
+        if self.settings.receive == "expert":
+            return held
+        return min(held, whole_rows(self.shape.num_shards * self.pool_rows * self.per_slot))
+
+    @property
     def balanced_rows(self) -> float:
         """Of the R rows, those that balanced routing of all tokens fills in a wave, after the senders' drops."""
         routed = self.shape.num_shards * self.shape.assignments / (self.shape.num_experts * self.waves)
@@ -166,9 +179,9 @@ class Pooled(ReturnsRows):
         """The receiver's part of one wave's plan, from the ids that arrived (-1 in empty slots)."""
         local = self.shape.local_experts
         if self.settings.receive == "expert":
-            return plan_receiver(local_id_SP, expert_limit, self.expert_rows, local)
-        pool = min(local * self.expert_rows, local_id_SP.size)
-        return plan_receiver_pool(local_id_SP, jnp.minimum(local * expert_limit, pool), pool, local)
+            return plan_receiver(local_id_SP, expert_limit, self.rows_apart, local)
+        limit = jnp.minimum(local * expert_limit, self.held_rows)
+        return plan_receiver_pool(local_id_SP, limit, self.held_rows, local)
 
     def weights_of(self, wave: int, w_gate_up: jax.Array, w_down: jax.Array) -> tuple[jax.Array, ...]:
         """Every wave visits all local experts."""
@@ -179,7 +192,7 @@ class Pooled(ReturnsRows):
         """The C rows as the experts take them; weights as of ExpertRows."""
         if self.settings.receive == "pool":
             return RaggedRows(held_CH, sizes_e, weights_C)
-        by_expert = held_CH.reshape(self.shape.local_experts, self.expert_rows, -1)
+        by_expert = held_CH.reshape(self.shape.local_experts, self.rows_apart, -1)
         weights_eR = None if weights_C is None else weights_C.reshape(by_expert.shape[:2])
         return CapacityRows(by_expert, sizes_e, self.balanced_rows, weights_eR)
 

@@ -6,8 +6,8 @@ X = S*G*U updates, H routed width.
 
 One all-gather of counts lets every shard compute the same kept rows per (source, expert). A sender's buffer holds its
 kept rows destination-major, expert-major, in flat order; a receiver's holds them expert-major, source-major. Each
-(peer, local expert) cell travels as `ep.updates_per_cell` updates of one `jax.lax.ragged_all_to_all`; results return
-over the same path. XLA:CPU has no such operation, so an all-gather and a row gather give the same result there.
+(peer, local expert) cell travels as U updates of one `jax.lax.ragged_all_to_all` (`ep.updates_per_cell`); results
+return over the same path. XLA:CPU has no such operation, so an all-gather and a row gather give the same result there.
 """
 
 import dataclasses
@@ -29,6 +29,11 @@ from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import move_rows, take_rows
 from ep_jax.ep.settings import EPConfig
 from ep_jax.mesh import varying_axes
+
+# XLA's kernel gives every update the same few blocks, so few updates leave most of a GPU idle. On 2 H200 at bench shape
+# A 512 of them moved 335 GB/s off a GPU, and 2,048 of 32 rows each 361, the link's own rate (experiments/LOG.md).
+UPDATES_OF_A_WAVE = 1024
+ROWS_OF_AN_UPDATE = 8  # at least, on balanced routing
 
 
 class Updates(NamedTuple):
@@ -95,6 +100,14 @@ class Ragged(ReturnsRows):
     def waves(self) -> int:
         return self.receivers.waves
 
+    @property
+    def updates_per_cell(self) -> int:
+        """U: as set, or where that is 0 enough updates of a wave to fill a GPU, of several rows each; one without."""
+        if self.settings.updates_per_cell or jax.default_backend() != "gpu":
+            return max(1, self.settings.updates_per_cell)
+        wanted = -(-UPDATES_OF_A_WAVE // (self.shape.num_shards * self.receivers.group))
+        return max(1, min(wanted, self.shape.assignments // self.shape.num_experts // ROWS_OF_AN_UPDATE))
+
     def sender_rows(self) -> int:
         """Static B: most rows that a shard can send in a wave."""
         return self.shape.tokens * min(self.shape.experts_per_token, self.shape.num_shards * self.receivers.group)
@@ -108,7 +121,7 @@ class Ragged(ReturnsRows):
         waves, starts = [], []
         for wave in range(self.waves):
             kept_SDG = kept_SDe[:, :, receivers.experts_of(wave)]
-            waves.append(plan_wave(kept_SDG, me, self.settings.updates_per_cell))
+            waves.append(plan_wave(kept_SDG, me, self.updates_per_cell))
             starts.append(exclusive_sum(kept_SDG[me].reshape(-1)).reshape(kept_SDG[me].shape))
         start_De = jnp.concatenate(starts, axis=1)  # first row of a cell in the sender's buffer of its wave
         row_A = (local_A // receivers.group) * self.sender_rows() + start_De[destination_A, local_A] + rank_A
@@ -152,7 +165,7 @@ def exchange(rows: jax.Array, forth: Updates, back: Updates, out_rows: int) -> j
     """Rows moved by the updates `forth` into a buffer of `out_rows` rows; `back` is the reverse movement.
 
     The gradient moves back by `back`: it does not rely on the derivative of the collective. Rows that nobody wrote
-    are zero here but belong to nobody; readers select by count.
+    are unwritten memory on GPUs and belong to nobody; readers select by count.
     """
     del back
     move = functools.partial(lax.platform_dependent, rows, *forth)
@@ -173,7 +186,7 @@ exchange.defvjp(_exchange_forward, _exchange_backward)
 
 def _ragged_all_to_all(out_rows, rows, input_offsets, send_sizes, output_offsets, recv_sizes):
     axes = tuple(varying_axes(rows) | varying_axes(send_sizes))
-    out = jnp.zeros((out_rows, rows.shape[1]), rows.dtype)
+    out = lax.empty((out_rows, rows.shape[1]), rows.dtype)
     out = lax.pcast(out, axes, to="varying") if axes else out
     return lax.ragged_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name="ep")
 

@@ -36,23 +36,12 @@ from ep_jax_kernels.rowwise.op import (
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import INT32_LIMIT
 from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, rank_in_group
 from ep_jax.ep.returned import Returned
 from ep_jax.ep.routes import Routes, final_weights
 from ep_jax.ep.rowwise import RowwiseBase, arriving, find_homes, once_per_peer
-
-ALIGNED_ROWS = 8
-
-
-class WholeReceivers(Receivers):
-    """Buffers of whole groups of 8 rows, which the grouped products need; what is accepted stays the same."""
-
-    def rows(self, wave: int) -> int:
-        """Static N."""
-        return -(-super().rows(wave) // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
 class OneSidedPlan(NamedTuple):
@@ -105,10 +94,6 @@ class RowwiseGPU(RowwiseBase):
     def how(self, experts: int) -> Movements:
         """The launches of movements that serve so many experts of a shard."""
         return self.launches or (FANS if once_per_peer(self.shape, experts) else KERNELS)
-
-    @property
-    def receivers(self) -> WholeReceivers:
-        return WholeReceivers(self.settings, self.shape)
 
     def plan(self, routes: Routes) -> OneSidedPlan:
         """Agrees on the kept rows, maps everybody's to their places and puts this shard's weights in their rows."""

@@ -185,15 +185,14 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
     shards, tokens = shape.num_shards, shape.tokens
     if settings.transport == "pooled_wave":
         transport = pooled_transport(settings, shape)
-        slots, held = transport.pool_rows, shape.local_experts * transport.expert_rows
+        slots = transport.pool_rows
         of_float8 = settings.payload == "float8_e4m3"
         header = float8_header_rows(slots, width) if of_float8 else header_rows(slots, shape.local_experts, width)
         there = shards * (slots + (0 if settings.slots == "token" else header))
         back = shards * (slots + header_rows(slots, 2**transport.per_slot - 1, width))
-        experts = min(held, shards * slots * transport.per_slot) if settings.receive == "pool" else held
         summed = settings.slots == "token" and not settings.rescale
         kept = -(-tokens // settings.waves) if summed else back
-        return WaveRows(there, there, experts, back, back, kept, settings.waves)
+        return WaveRows(there, there, transport.held_rows, back, back, kept, settings.waves)
     if settings.transport == "fixed_cell":
         rows = shape.num_experts * FixedCell(settings, shape).cell_rows
         return WaveRows(rows, rows, rows, rows, rows, rows, settings.waves)

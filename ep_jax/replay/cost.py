@@ -39,9 +39,7 @@ def expert_rows(settings: EPConfig, shape: LayerShape) -> int:
     """Rows that the buffers before a GPU's experts hold, over all waves of a layer."""
     if settings.transport == "pooled_wave":
         pooled = pooled_transport(settings, shape)
-        rows = shape.local_experts * pooled.expert_rows
-        most = shape.num_shards * pooled.pool_rows * pooled.per_slot
-        return pooled.waves * (min(rows, most) if settings.receive == "pool" else rows)
+        return pooled.waves * pooled.held_rows
     if settings.transport == "fixed_cell":
         cells = FixedCell(settings, shape)
         return cells.waves * shape.num_experts * cells.cell_rows

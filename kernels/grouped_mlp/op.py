@@ -115,8 +115,8 @@ def _product(rows, weights, groups: Groups, methods: Methods, *, transposed: boo
 
         try:
             return matmul_mgpu.product(rows, weights, groups, transposed=transposed)
-        except NotImplementedError:
-            pass
+        except NotImplementedError as refusal:
+            call.log_once(f"products of rows by Triton's kernel: {refusal}")
     return matmul.product(rows, weights, groups, transposed=transposed, launch=methods.rows)
 
 
@@ -126,6 +126,6 @@ def _weight_product(rows, d_out, groups: Groups, dtype: jnp.dtype, methods: Meth
 
         try:
             return gradient_mgpu.weight_product(rows, d_out, groups, dtype)
-        except NotImplementedError:
-            pass
+        except NotImplementedError as refusal:
+            call.log_once(f"gradients of weights by Triton's kernel: {refusal}")
     return matmul.weight_product(rows, d_out, groups, dtype, methods.weights)

@@ -21,6 +21,7 @@ from ep_jax.ep.capacity import (
     expert_rows,
     sender_pool,
     token_pool,
+    whole_rows,
 )
 from ep_jax.ep.layer import make_transport
 from ep_jax.ep.reference import Policy
@@ -152,6 +153,42 @@ def test_rows_count_tokens_of_the_ep_group():
     together = make_transport(EPConfig(), LayerShape(8, 8, 2, 16))
     assert (alone.expert_rows, together.expert_rows) == (5, 37)
     assert (alone.pool_rows, together.pool_rows) == (32, 5)  # 1.15 * 2 * 16 is more than the 32 that exist; 4.6
+
+
+# --- buffers of whole groups of rows ----------------------------------------------------------------------------------
+
+
+def test_whole_rows():
+    for buffers in (1, 2, 3, 6, 8, 12):
+        for rows in range(1, 60):
+            wanted = next(count for count in range(rows, rows + 9) if count * buffers % 8 == 0)
+            assert whole_rows(rows, buffers) == wanted
+
+
+@pytest.mark.parametrize("receive", ["expert", "pool"])
+@pytest.mark.parametrize("slots", ["assignment", "token"])
+@pytest.mark.parametrize("experts", [24, 48, 64])
+def test_buffers_of_pooled_wave_fit_the_kernels(receive, slots, experts):
+    """Rows of all local experts are a multiple of 8, at least what is accepted and at most 7 rows an expert more."""
+    for tokens, receiver in itertools.product((25, 100, 333), (0.7, 1.03, 1.15, 50.0)):
+        settings = EPConfig(slots=slots, receive=receive, receiver_factor=receiver, waves=2)
+        transport = make_transport(settings, shape := LayerShape(8, experts, 3, tokens))
+        accepted = shape.local_experts * transport.expert_rows
+        if receive == "pool":
+            accepted = min(accepted, 8 * transport.pool_rows * transport.per_slot)
+        assert transport.held_rows % 8 == 0
+        assert accepted <= transport.held_rows < accepted + 8 * shape.local_experts
+
+
+@pytest.mark.parametrize("transport", ["ragged", "rowwise", "ring"])
+def test_buffers_of_agreed_transports_fit_the_kernels(transport):
+    for tokens, receiver, waves in itertools.product((25, 100, 333), (0.7, 1.03, 50.0), (1, 3)):
+        settings = EPConfig(transport=transport, receiver_factor=receiver, waves=1 if transport == "ring" else waves)
+        receivers = make_transport(settings, LayerShape(8, 48, 3, tokens)).receivers
+        for wave in range(receivers.waves):
+            accepted = receivers.capacity(wave).static_rows(8 * tokens)
+            assert receivers.rows(wave) % 8 == 0
+            assert accepted <= receivers.rows(wave) < accepted + 8
 
 
 # --- factors larger than anything can use -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ep_jax.ep.rows import combine_rows, move_rows
 
 @pytest.fixture(autouse=True)
 def nothing_logged():
-    implementations._log_once.cache_clear()
+    call.log_once.cache_clear()
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from ep_jax_kernels.rowwise import op, reference
 from jax.sharding import AxisType, PartitionSpec
 
 from ep_jax.ep import EPConfig, choice, layer, routed_experts_local
+from ep_jax.ep.agreed import Receivers
 from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.routes import Routes
-from ep_jax.ep.rowwise_gpu import RowwiseGPU, WholeReceivers, tell_all
+from ep_jax.ep.rowwise_gpu import RowwiseGPU, tell_all
 from ep_jax.ep.settings import dropless
 from ep_jax.fields import ConfigError
 from ep_jax.model.transformer import EXCHANGE_NAMES
@@ -162,7 +163,7 @@ def test_gpus_wait_for_each_other_this_often(monkeypatch, waves, how):
     """One exchange before rows move, one barrier a movement, one exchange of the weights' gradients; no more."""
     settings = EPConfig(transport="rowwise", waves=waves, rescale=waves == 2)
     told = ("all_gather", 4 * (SHAPE.num_experts + 2 * SHAPE.assignments))
-    d_weights = ("all_gather", 4 * waves * WholeReceivers(settings, SHAPE).rows(0))
+    d_weights = ("all_gather", 4 * waves * Receivers(settings, SHAPE).rows(0))
     sums = {"sum": 1} if how.get.fan_in else {}
     forward = collections.Counter({told: 1, "put": waves, "get": 1, "barrier": waves + 1} | sums)
     assert waits(monkeypatch, settings, how, backward=False) == forward

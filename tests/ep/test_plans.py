@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from ep_jax.ep import payload, ragged, ranking, reference
+from ep_jax.ep import EPConfig, payload, ragged, ranking, reference
 from ep_jax.ep.agreement import AGREED, fill
+from ep_jax.ep.capacity import LayerShape
 from ep_jax.ep.ranking import count_groups, from_rank_order, invert, rank_in_group, to_rank_order
 from tests.ep import ep_cases
 
@@ -193,3 +194,22 @@ def test_emulation_is_the_collective(updates, seed):
     arguments = [jnp.asarray(x.reshape(shards, -1), jnp.int32) for x in (first, sizes, to, come)]
     found = EMULATED(out_rows, jnp.asarray(rows), *arguments)
     np.testing.assert_array_equal(found, ragged_model(rows, out_rows, first, sizes, to))
+
+
+@pytest.mark.parametrize(
+    ("shape", "waves", "updates"),
+    [
+        (LayerShape(2, 16, 4, 16_384), 1, 64),  # bench shape A: 16 cells a shard
+        (LayerShape(2, 16, 4, 16_384), 2, 128),  # half as many cells a wave
+        (LayerShape(64, 384, 8, 4096), 1, 3),
+        (LayerShape(64, 384, 8, 1024), 1, 2),  # cells of 21 rows, 8 of them an update at least
+        (LayerShape(64, 384, 8, 64), 1, 1),
+    ],
+)
+def test_updates_of_ragged_fill_a_gpu(monkeypatch, shape, waves, updates):
+    transport = ragged.Ragged(EPConfig(transport="ragged", waves=waves), shape)
+    assert transport.updates_per_cell == 1  # here, on the CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert transport.updates_per_cell == updates
+    given = EPConfig(transport="ragged", waves=waves, updates_per_cell=5)
+    assert ragged.Ragged(given, shape).updates_per_cell == 5

@@ -124,7 +124,7 @@ def test_local_expert_ids_are_exact_end_to_end(local_experts):
 
 # --- golden: the public two-rank drawing of rowwise EP ----------------------------------------------------------------
 
-# Ten tokens A..J, two shards of two experts, top-2, 1.2 * 2 * 10 / 2 = 12 rows a shard.
+# Ten tokens A..J, two shards of two experts, top-2, 1.2 * 2 * 10 / 2 = 12 rows a shard, in a buffer of 16.
 NAMES = [["A1 A2", "B0 B1", "C3 C1", "D0 D1", "E1 E2"], ["F2 F0", "G0 G1", "H3 H0", "I1 I3", "J1 J2"]]
 LETTERS = np.array([[pair.split() for pair in shard] for shard in NAMES])
 IDS = np.array([[[int(name[1]) for name in pair] for pair in shard] for shard in LETTERS], np.int32)
@@ -149,7 +149,7 @@ def drawn(transport: str, agreed: str):
         experts = np.repeat(2 * rank + np.arange(2), sizes[rank])
         tokens = np.asarray(rows)[rank, : len(experts), 0]
         by_row.append([f"{'ABCDEFGHIJ'[int(tag) - 1]}{expert}" for tag, expert in zip(tokens, experts, strict=True)])
-    assert rows.shape[1] == 12
+    assert rows.shape[1] == 16
     return LETTERS[np.asarray(trip.fate) == RECEIVER].tolist(), *by_row
 
 
@@ -171,7 +171,7 @@ def test_the_route_map_of_the_drawing(agreed):
         rows = np.asarray(route_map(jnp.asarray(IDS[rank]), kept, jnp.int32(rank), receivers))
         found |= dict(zip(LETTERS[rank].reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True))
     dropped, stored = GOLDEN[agreed]
-    wanted = {name: row for row, name in enumerate(stored)} | {name: 12 + row for row, name in enumerate(RANK_1)}
+    wanted = {name: row for row, name in enumerate(stored)} | {name: 16 + row for row, name in enumerate(RANK_1)}
     assert found == wanted | {dropped: -1}
     if agreed == "round_robin":
         assert [found[name] for name in ("A1", "B1", "C1", "D1", "G1", "I1", "J1")] == [5, 6, 7, 8, 9, 10, 11]

@@ -171,8 +171,9 @@ def test_ragged_and_rowwise_move_balanced_rows():
     # 8 * 4096 rows arrive at a shard, 63 / 64 of them from elsewhere; the counts are 63 times 384 numbers.
     rows = 8 * 4096 * 63 // 64 * 1024
     assert traffic(EPConfig(transport="ragged"), HERO, Widths(512, 256)) == (2 * rows + 63 * 384 * 4, 2 * rows)
-    # With the counts each assignment's expert, rank and weight; back the gradients of 1.15 * 8 * 4096 rows' weights.
-    told, weights = 63 * (384 + 2 * 8 * 4096) * 4, 63 * 37_684 * 4
+    # With the counts each assignment's expert, rank and weight; back the gradients of the weights of 1.15 * 8 * 4096
+    # rows, rounded up to a multiple of 8.
+    told, weights = 63 * (384 + 2 * 8 * 4096) * 4, 63 * 37_688 * 4
     assert traffic(EPConfig(transport="rowwise"), HERO, Widths(512, 256)) == (2 * rows + told, 2 * rows + weights)
     assert one_sided_bytes(EPConfig(transport="rowwise"), HERO, Widths(512, 256)) == 2 * rows
     # A shard of 6 of 384 experts is met by 0.955 of the rows of 8 choices that it is sent: not worth it.

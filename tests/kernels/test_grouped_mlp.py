@@ -113,6 +113,23 @@ def test_capacity_rows_are_multiplied_by_what_padding_makes_faster(ops, monkeypa
         np.testing.assert_allclose(found[n], wanted[n], rtol=0, atol=2e-5 * np.abs(wanted[n]).max())
 
 
+def test_rows_that_hopper_kernels_refuse_are_said_once(ops, monkeypatch, caplog):
+    """Products and weight gradients by the slower kernels: a line for each shape, why."""
+    call.log_once.cache_clear()
+    monkeypatch.setattr(call, "triton_call", lambda *_, out_shape, **__: jax.tree.map(jnp.ones_like, out_shape))
+    rows, w_gate_up, w_down = jnp.ones((12, 512)), jnp.ones((2, 512, 1024)), jnp.ones((2, 512, 512))
+    bf16 = [array.astype(jnp.bfloat16) for array in (rows, w_gate_up, w_down)]
+    groups = ragged_groups(jnp.array([5, 6], jnp.int32))
+    for _ in range(2):
+        out, pull = jax.vjp(lambda *arrays: ops.grouped_mlp.grouped_mlp(*arrays, groups), *bf16)
+        pull(out)
+    lines = sorted(record.getMessage() for record in caplog.records)
+    starts = ["gradients of weights by Triton's kernel: (12, "] * 2 + ["products of rows by Triton's kernel: (12, "] * 3
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start)
+        assert line.endswith(": 12 rows must be a multiple of 8")
+
+
 def test_a_remat_policy_can_keep_the_first_product_by_its_name(ops, monkeypatch):
     """Of five products of rows the backward pass repeats one: the first."""
 

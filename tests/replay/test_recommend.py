@@ -108,7 +108,8 @@ def test_expert_rows():
     assert expert_rows(EPConfig(sender_factor=1.5, receiver_factor=1.25), SHAPE) == 2 * 60
     assert expert_rows(EPConfig(receive="pool", sender_factor=0.5, receiver_factor=1.25), SHAPE) == 8 * 6
     assert expert_rows(EPConfig(transport="fixed_cell", sender_factor=1.5, waves=3), SHAPE) == 3 * 16 * 3
-    assert expert_rows(EPConfig(transport="ragged", receiver_factor=1.25, waves=2), SHAPE) == 2 * 60
+    ragged = EPConfig(transport="ragged", receiver_factor=1.25, waves=2)
+    assert expert_rows(ragged, SHAPE) == 2 * 64  # 60, in whole groups of 8
     settings = EPConfig(transport="ragged", receiver_factor=1.25)
     assert price_bytes(settings, SHAPE, WIDTHS) == traffic(settings, SHAPE, WIDTHS).forward_bytes + 120 * 128
 

@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--order", default="position", choices=ORDERS)
     parser.add_argument("--receive", default="expert", choices=RECEIVES)
     parser.add_argument("--agreed", default="round_robin", choices=AGREEMENTS)
-    parser.add_argument("--updates", type=int, default=1, help="ep.updates_per_cell of ragged")
+    parser.add_argument("--updates", type=int, default=0, help="ep.updates_per_cell of ragged")
     parser.add_argument("--waves", default="1", help="numbers of waves; `waves` runs each sequential and overlapped")
     parser.add_argument(
         "--ep", action="append", default=[], metavar="NAME=VALUES", help="any setting of ep, e.g. --ep kernels=auto,xla"

@@ -58,7 +58,7 @@ def label(settings: EPConfig, named: list[str]) -> str:
     if settings.waves > 1:
         parts.append(f"{settings.waves} waves {settings.schedule}")
     if settings.transport == "ragged":
-        parts.append(f"{settings.agreed}, {settings.updates_per_cell} updates")
+        parts.append(f"{settings.agreed}, {settings.updates_per_cell or 'auto'} updates")
     parts += [f"{name} {getattr(settings, name)}" for name in named if name in settings.used]
     return " ".join(parts)
 

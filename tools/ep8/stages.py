@@ -16,7 +16,6 @@ TESTS = "tests/gpu/test_gpu_protocol.py"
 ONE_CASE = "pooled_wave-0.9 and fsdp1"
 VIRTUAL_DEVICES = 8
 STARTUP_S = 90  # of a training, most of it compiling
-UPDATES = 8  # per (peer, local expert): fewer make ragged_all_to_all slower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +88,6 @@ def stages(machine: Machine, work: Path, train_steps: int) -> list[Stage]:
             "layer",
             transport="ragged",
             receiver="1.05",
-            updates=str(1 if machine.quick else UPDATES),
         ),
         bench(machine, work, "waves", 110, "waves", waves="2", sender="1.05", receiver="1.05"),
     ]
@@ -137,8 +135,6 @@ def training(machine: Machine, folder: Path, transport: str, steps: int) -> Stag
         "log.every": min(5, steps),
         "log.tensorboard": "false",
     }
-    if transport == "ragged":
-        options["ep.updates_per_cell"] = UPDATES
     if machine.quick:
         options |= {"model.num_layers": 1, "data.sequence_length": 64}
     words = [f"--{name}={value}" for name, value in options.items()]
