@@ -1,4 +1,4 @@
-"""How kernels are called.
+"""How kernels are called, and what is said where another one is called than might be.
 
 The one place that calls jax-triton: 0.3.1 with triton 3.6, the pair that works on the tested GPU machines.
 
@@ -45,7 +45,7 @@ class RowLaunch:
 @functools.cache
 def log_once(message: str) -> None:
     """A warning of what is computed otherwise than it might be, the first time it is said."""
-    logging.getLogger("ep_jax").warning(message)
+    logging.getLogger("ep_jax_kernels").warning(message)
 
 
 def triton_call(

@@ -4,7 +4,8 @@ Letters: S ep shards, E experts, e = E/S local experts, K choices per token, T t
 v valid tokens of a shard, V valid tokens of the ep group.
 
 A factor is the exact fraction of its decimal text, so 1.15 x 200 is 230. Static sizes (buffers) use T; logical limits
-use v and V in the same formulas, on device, in int32. This file knows no transport; each asks for the rows it needs.
+use v and V in the same formulas, on device, in int32. Buffers of experts' rows are rounded up (`whole_rows`). This file
+knows no transport; each asks for the rows it needs.
 """
 
 import dataclasses
@@ -126,7 +127,7 @@ def destination_rows(factor: float, shape: LayerShape, experts_in_wave: int) -> 
 def whole_rows(rows: int, buffers: int = 1) -> int:
     """The least number of rows, `rows` or more, of which so many buffers have together a multiple of 8.
 
-    Buffers of experts' rows are that large, for the sake of the kernels; what is accepted stays the same.
+    Buffers of rows that kernels multiply are that large; what is accepted stays the same.
     """
     unit = WHOLE_ROWS // math.gcd(WHOLE_ROWS, buffers)
     return -(-rows // unit) * unit

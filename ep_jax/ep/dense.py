@@ -1,6 +1,7 @@
 """No expert parallelism: every shard gathers all experts' weights and keeps its rows. The FSDP alternative.
 
-Letters: E experts, T tokens per shard, K choices, A = T*K assignments, H routed width. Nothing is ever dropped.
+Letters: E experts, T tokens per shard, K choices, A = T*K assignments, Q rows: A, or a few more for whole groups of 8,
+H routed width. Nothing is ever dropped.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from ep_jax_kernels.index import quotient
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.capacity import LayerShape, whole_rows
 from ep_jax.ep.experts import RaggedRows
 from ep_jax.ep.ranking import count_groups, invert, rank_in_group
 from ep_jax.ep.returned import Returned, ReturnsRows
@@ -27,7 +28,7 @@ class DensePlan(NamedTuple):
     assignment_Q: jax.Array  # its inverse
     sent_TK: jax.Array  # bool
     sizes_E: jax.Array  # rows of each expert
-    weights_A: jax.Array  # float32, by which the experts multiply the results of their rows
+    weights_Q: jax.Array  # float32, by which the experts multiply the results of their rows
 
 
 def expert_order(ids_TK: jax.Array, weights_TK: jax.Array, num_experts: int) -> DensePlan:
@@ -36,10 +37,10 @@ def expert_order(ids_TK: jax.Array, weights_TK: jax.Array, num_experts: int) -> 
     sizes_E = count_groups(ids_A, num_experts)
     start_E = jnp.cumsum(sizes_E) - sizes_E
     place_A = jnp.where(ids_A < 0, -1, start_E[ids_A] + rank_in_group(ids_A, num_experts))
-    order = place_A.reshape(ids_TK.shape), invert(place_A, ids_A.size), ids_TK >= 0, sizes_E
+    order = place_A.reshape(ids_TK.shape), invert(place_A, whole_rows(ids_A.size)), ids_TK >= 0, sizes_E
     place_TK, assignment_Q, sent_TK, sizes_E = checkpoint_name(order, "route_plan")
-    weights_A = move_numbers(weights_TK.reshape(-1), assignment_Q, place_TK.reshape(-1, 1))
-    return DensePlan(place_TK, assignment_Q, sent_TK, sizes_E, checkpoint_name(weights_A, "route_plan"))
+    weights_Q = move_numbers(weights_TK.reshape(-1), assignment_Q, place_TK.reshape(-1, 1))
+    return DensePlan(place_TK, assignment_Q, sent_TK, sizes_E, checkpoint_name(weights_Q, "route_plan"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +68,12 @@ class Dense(ReturnsRows):
     ) -> tuple[RaggedRows, DensePlan]:
         """(RaggedRows of all experts, the plan)."""
         del wave, after
-        rows_AH = checkpoint_name(move_rows(rows_TH, self._token_A(plan), plan.place_TK), "expert_input")
-        return RaggedRows(rows_AH, plan.sizes_E, plan.weights_A), plan
+        rows_QH = checkpoint_name(move_rows(rows_TH, self._token_Q(plan), plan.place_TK), "expert_input")
+        return RaggedRows(rows_QH, plan.sizes_E, plan.weights_Q), plan
 
-    def give_back(self, results_AH: jax.Array, plan: DensePlan) -> Returned:
+    def give_back(self, results_QH: jax.Array, plan: DensePlan) -> Returned:
         """The rows never left."""
-        return Returned(results_AH, None)
+        return Returned(results_QH, None)
 
     def combine(
         self, returned: Sequence[Returned], weights_TK: jax.Array, accepted_TK: jax.Array, plan: DensePlan
@@ -80,8 +81,8 @@ class Dense(ReturnsRows):
         """[T,H]: the sum of each token's rows; the experts have multiplied them by their weights."""
         del weights_TK, accepted_TK
         # Gradients need the sum (of the layer above), not what it was summed of.
-        return checkpoint_name(sum_moved_rows(returned[0].rows_QH, plan.place_TK, self._token_A(plan)), "expert_output")
+        return checkpoint_name(sum_moved_rows(returned[0].rows_QH, plan.place_TK, self._token_Q(plan)), "expert_output")
 
-    def _token_A(self, plan: DensePlan) -> jax.Array:
+    def _token_Q(self, plan: DensePlan) -> jax.Array:
         """The token of each row, -1 for none."""
         return quotient(plan.assignment_Q, self.shape.experts_per_token)

@@ -1,7 +1,8 @@
 """The fixed-pooled-wave all-to-all: a sender pool per destination, expert rows per receiver, token waves.
 
 Letters: S ep shards, E experts, e local experts, T tokens per shard, K choices, A = T*K, W waves, P pool slots,
-R rows per expert, H routed width, Q = W*S*P slots of a source.
+R rows per expert, C rows of all local experts of a wave in whole groups of 8, H routed width, Q = W*S*P slots of a
+source.
 
 A source ranks its assignments per destination; assignment of rank r takes slot r // W of wave r % W and is sent when
 that slot is below the logical pool. One all-to-all per wave carries rows and local expert ids. The receiver takes slot
@@ -87,7 +88,7 @@ def held_by(place_TK: jax.Array, num_places: int, routes: Routes, shape: LayerSh
 def plan_receiver(local_id_SP: jax.Array, limit: jax.Array, rows: int, local_experts: int) -> Arrival:
     """Accepts received slots: round-robin over sources, the first `limit` of each expert; no collectives.
 
-    local_id_SP is -1 for empty slots. `rows` is the static R >= limit.
+    local_id_SP is -1 for empty slots. `rows` is what an expert's buffer has, at least the limit.
     """
     sources, slots = local_id_SP.shape
     turn_PS = local_id_SP.T.reshape(-1)  # slot p of every source before slot p+1 of any
@@ -150,16 +151,16 @@ class Pooled(ReturnsRows):
 
     @property
     def rows_apart(self) -> int:
-        """From one local expert's rows to the next one's: R, or a few more so that all are whole groups of rows."""
+        """From one local expert's rows to the next one's where each has its own: R, or a few more for whole groups."""
         return whole_rows(self.expert_rows, self.shape.local_experts)
 
     @property
     def held_rows(self) -> int:
         """Static C: rows of all local experts in a wave."""
-        held = self.shape.local_experts * self.rows_apart
         if self.settings.receive == "expert":
-            return held
-        return min(held, whole_rows(self.shape.num_shards * self.pool_rows * self.per_slot))
+            return self.shape.local_experts * self.rows_apart
+        slots = self.shape.num_shards * self.pool_rows
+        return whole_rows(min(self.shape.local_experts * self.expert_rows, slots * self.per_slot))
 
     @property
     def balanced_rows(self) -> float:

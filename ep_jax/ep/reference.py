@@ -235,8 +235,6 @@ SLOTS = {"assignment": send, "token": send_tokens}
 def receive_expert(queues: list[list[Assignment]], sizes: Sizes, policy: Policy, valid_tokens: int) -> None:
     """Each expert has R rows of its own. queues: per local expert, the arrivals of one wave in acceptance order."""
     buffer_rows = expert_rows(sizes, policy, sizes.shards * sizes.tokens)
-    while buffer_rows * sizes.local_experts % 8:  # those of a shard are whole groups of 8
-        buffer_rows += 1
     limit = expert_rows(sizes, policy, valid_tokens)
     for local_expert, queue in enumerate(queues):
         accept(queue, quota=limit, first_row=local_expert * buffer_rows)

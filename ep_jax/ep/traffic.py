@@ -10,7 +10,8 @@ Not here: the weights' own gathers over fsdp, the router, and the one sum of val
 `operand_bytes` is the size of the operand on one device: for an all-gather the shard, for a reduce-scatter the whole
 sum, for an (unragged or ragged) all-to-all the buffer that it reads, filled or not. `sent_bytes` is what of it leaves
 the device: an all-to-all keeps 1/S at home, an all-gather sends its shard to S-1 others, a reduce-scatter (S-1)/S of
-its operand. A ragged exchange sends only rows; their number is that of balanced routing, at most N per destination.
+its operand. A ragged exchange sends only rows; their number is that of balanced routing, at most what a destination
+accepts.
 """
 
 from collections.abc import Iterable
@@ -223,7 +224,8 @@ def _balanced_bytes(settings: EPConfig, shape: LayerShape, widths: Widths, wave:
     receivers = Receivers(settings, shape)
     experts = receivers.experts_of(wave)
     arriving = shape.assignments * shape.num_shards * (experts.stop - experts.start) // shape.num_experts
-    return min(arriving, receivers.rows(wave)) * (shape.num_shards - 1) // shape.num_shards * widths.row_bytes
+    accepted = receivers.capacity(wave).static_rows(shape.tokens * shape.num_shards)
+    return min(arriving, accepted) * (shape.num_shards - 1) // shape.num_shards * widths.row_bytes
 
 
 def _all_to_all(carries: str, group: int, size: int, count: int = 1) -> Collective:

@@ -56,7 +56,7 @@ from typing import NamedTuple
 from ep_jax.config import RunConfig
 from ep_jax.ep import blocks
 from ep_jax.ep.agreed import Receivers
-from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.capacity import LayerShape, whole_rows
 from ep_jax.ep.fixed_cell import FixedCell
 from ep_jax.ep.payload import float8_header_rows, header_rows
 from ep_jax.ep.pooled_tokens import pooled_transport
@@ -197,7 +197,8 @@ def wave_rows(settings: EPConfig, shape: LayerShape, width: int) -> WaveRows:
         rows = shape.num_experts * FixedCell(settings, shape).cell_rows
         return WaveRows(rows, rows, rows, rows, rows, rows, settings.waves)
     if settings.transport == "dense":
-        return WaveRows(0, 0, shape.assignments, 0, shape.assignments, tokens, 1)
+        rows = whole_rows(shape.assignments)
+        return WaveRows(0, 0, rows, 0, rows, tokens, 1)
     receivers = Receivers(settings, shape)
     held = receivers.rows(0)
     if settings.transport == "ring":

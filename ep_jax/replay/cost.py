@@ -1,11 +1,9 @@
 """What a policy costs: bytes that leave a GPU for a layer's forward pass, and rows that its experts are given.
 
-Letters: S ep shards, e local experts, W waves, P pool slots, R expert rows, C cell rows, N rows of a wave's buffer.
-
 Bytes are those of `ep_jax.ep.traffic`, which is held against compiled programs: whole buffers with their headers for
 `pooled_wave` and `fixed_cell`, everybody's tokens for `ring`. A ragged exchange sends rows that exist: their number
 comes from the replay, not from balanced routing; `rowwise` sends the expected share of them
-(`rowwise.crossing_shares`). Expert rows are buffer rows, filled or not. No array, no device here.
+(`rowwise.crossing_shares`). Expert rows are buffer rows, in whole groups of 8, filled or not. No array, no device here.
 """
 
 from ep_jax.ep.agreed import Receivers

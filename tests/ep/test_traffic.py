@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ep_jax.ep import EPConfig, routed_experts_local
 from ep_jax.ep.capacity import LayerShape
+from ep_jax.ep.layer import make_transport
 from ep_jax.ep.traffic import Widths, collectives, one_sided_bytes, traffic
 from tests.ep import ep_cases
 
@@ -165,6 +166,14 @@ def test_slots_of_tokens_by_hand():
     pair = LayerShape(num_shards=2, num_experts=64, experts_per_token=8, tokens=4096)
     rows = [traffic(EPConfig(slots=slots), pair, Widths(2048, 256)).forward_bytes for slots in ("assignment", "token")]
     assert 0.215 < rows[1] / rows[0] < 0.225
+
+
+def test_rows_past_what_is_accepted_do_not_travel():
+    """38 rows a destination at 0.5, in buffers of 40."""
+    settings, shape = EPConfig(transport="ragged", receiver_factor=0.5), LayerShape(8, 48, 3, 25)
+    assert make_transport(settings, shape).receivers.rows(0) == 40
+    counts = 7 * 48 * 4
+    assert traffic(settings, shape, Widths(8, 256)) == (2 * 38 * 7 // 8 * 16 + counts, 2 * 38 * 7 // 8 * 16)
 
 
 def test_ragged_and_rowwise_move_balanced_rows():

@@ -5,6 +5,7 @@ say how many times faster they are in the same run.
 """
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +59,7 @@ def label(settings: EPConfig, named: list[str]) -> str:
     if settings.waves > 1:
         parts.append(f"{settings.waves} waves {settings.schedule}")
     if settings.transport == "ragged":
-        parts.append(f"{settings.agreed}, {settings.updates_per_cell or 'auto'} updates")
+        parts.append(f"{settings.agreed}, {settings.updates_per_cell} updates")
     parts += [f"{name} {getattr(settings, name)}" for name in named if name in settings.used]
     return " ".join(parts)
 
@@ -108,16 +109,22 @@ def _variants(arguments: argparse.Namespace, problem: Any, rates: Any) -> Iterat
     """The rows of one problem, the stock recipe first; one with "failed" where a variant was wrong or did not run."""
     import numpy as np
 
+    from ep_jax.ep.ragged import Ragged
     from ep_jax.ep.rowwise import once_per_peer
     from tools.bench.layer import limit_ms, protocol_layer, run_layer, work_of
 
     shape, named, variants = problem.shape, [name for name, _ in arguments.ep], []
+    shards, experts = problem.mesh.size, shape.num_experts(problem.mesh.size)
+    layer_shape = LayerShape(shards, experts, shape.choices, shape.tokens)
     if stock.NAME in arguments.transport:
         calls = min(arguments.iterations, stock.ITERATIONS)
-        rows = stock.receive_rows(np.asarray(problem.ids_TK), problem.mesh.size, shape.num_experts(problem.mesh.size))
+        rows = stock.receive_rows(np.asarray(problem.ids_TK), shards, experts)
         settings = {"transport": stock.NAME, "receive_rows": rows}
         variants.append((f"{stock.NAME}, {calls} calls", settings, stock.stock_layer(rows), calls))
     for chosen in settings_of(arguments):
+        if chosen.transport == "ragged":  # their number as it is, which `auto` does not tell
+            updates = Ragged(chosen, layer_shape).updates_per_cell
+            chosen = dataclasses.replace(chosen, updates_per_cell=updates)
         settings = {name: getattr(chosen, name) for name in ("transport", *chosen.used)}
         local = protocol_layer(chosen, shape.sequence_length)
         variants.append((label(chosen, named), settings, local, arguments.iterations))
@@ -129,10 +136,8 @@ def _variants(arguments: argparse.Namespace, problem: Any, rates: Any) -> Iterat
             yield row | {"failed": " ".join(str(error).split())[:500]}
             continue
         row |= result.as_json() | {"ceilings": rates.as_json(), "limit_ms": {}, "achieved": {}}
-        shards, experts = problem.mesh.size, shape.num_experts(problem.mesh.size)
         once = settings.get("slots") == "token" or (
-            settings["transport"] == "rowwise"
-            and once_per_peer(LayerShape(shards, experts, shape.choices, shape.tokens), experts // shards)
+            settings["transport"] == "rowwise" and once_per_peer(layer_shape, experts // shards)
         )
         for way, times, backward in (("forward", result.forward, False), ("both", result.both, True)):
             work = work_of(result, problem, backward=backward, once_per_peer=once)
