@@ -102,8 +102,11 @@ class Ragged(ReturnsRows):
 
     @property
     def updates_per_cell(self) -> int:
-        """U: as set, or where that is 0 enough updates of a wave to fill a GPU, of several rows each; one without."""
-        if self.settings.updates_per_cell or jax.default_backend() != "gpu":
+        """U: as set, or where that is 0 enough updates of a wave to fill a GPU, of several rows each.
+
+        One where XLA's kernel does not run: on CPU, and between processes, where NCCL sends each update on its own.
+        """
+        if self.settings.updates_per_cell or jax.default_backend() != "gpu" or jax.process_count() > 1:
             return max(1, self.settings.updates_per_cell)
         wanted = -(-UPDATES_OF_A_WAVE // (self.shape.num_shards * self.receivers.group))
         return max(1, min(wanted, self.shape.assignments // self.shape.num_experts // ROWS_OF_AN_UPDATE))

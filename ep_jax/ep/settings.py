@@ -79,7 +79,9 @@ class EPConfig:
         1, at_least=1, doc="rows are first dealt out evenly among so many consecutive ep shards; 1 = not"
     )
     updates_per_cell: int = setting(
-        0, at_least=0, doc="ragged transfers per (peer, local expert); 0 = as many as fill a GPU, of 8 rows or more"
+        0,
+        at_least=0,
+        doc="ragged transfers per (peer, local expert); 0 = so many as fill a GPU, 1 between processes",
     )
     payload: str = setting(
         "compute",

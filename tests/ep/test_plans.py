@@ -213,3 +213,5 @@ def test_updates_of_ragged_fill_a_gpu(monkeypatch, shape, waves, updates):
     assert transport.updates_per_cell == updates
     given = EPConfig(transport="ragged", waves=waves, updates_per_cell=5)
     assert ragged.Ragged(given, shape).updates_per_cell == 5
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert transport.updates_per_cell == 1  # NCCL would send each on its own
