@@ -60,7 +60,8 @@ def test_flags_of_parts_that_follow_from_the_rows_of_a_device(monkeypatch, chang
     ("changes", "preset"),
     [
         ({}, "gpu_in_order"),
-        ({"transport": "auto"}, "gpu"),
+        ({"transport": "auto"}, "gpu_in_order"),  # where rows cannot be written one-sided
+        ({"transport": "auto", "slots": "assignment"}, "gpu"),
         ({"emulated_shards": "8"}, "gpu"),
         ({"transport": "rowwise"}, "gpu"),
         ({"slots": "assignment"}, "gpu"),

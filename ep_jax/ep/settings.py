@@ -123,7 +123,8 @@ class EPConfig:
         A rule of thumb: so it was measured on 2 GPUs; on 64 slots of tokens are as many as of assignments.
         """
         overlaps = self.waves > 1 and self.schedule == "overlapped"
-        return self.transport == "pooled_wave" and self.slots == "token" and not (overlaps or self.emulates)
+        may_be_pooled = self.transport in ("pooled_wave", "auto")  # what else auto may be has no such exchange
+        return may_be_pooled and self.slots == "token" and not (overlaps or self.emulates)
 
     def describe(self) -> str:
         """The transport and what it uses, on one line."""
