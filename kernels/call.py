@@ -42,6 +42,18 @@ class RowLaunch:
         )
 
 
+def unless_refused(instead: str, preferred: Callable[..., Any], other: Callable[..., Any], *arguments: Any) -> Any:
+    """preferred(*arguments); where that raises NotImplementedError, other(*arguments).
+
+    It is logged once, with the reason; `instead` says what is done then.
+    """
+    try:
+        return preferred(*arguments)
+    except NotImplementedError as refusal:
+        log_once(f"{instead}: {refusal}")
+    return other(*arguments)
+
+
 @functools.cache
 def log_once(message: str) -> None:
     """A warning of what is computed otherwise than it might be, the first time it is said."""

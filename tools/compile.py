@@ -63,9 +63,8 @@ def main(argv: Sequence[str]) -> None:
     config = load(arguments.config, arguments.overrides)
     placement = place(config, hardware)
     planned = memory(Sizes(placement))
-    config = dataclasses.replace(
-        config, mesh=placement.mesh, train=placement.train
-    )  # the transport as it was asked for
+    # Placed, but with the transport as it was asked for.
+    config = dataclasses.replace(config, mesh=placement.mesh, train=placement.train)
     pretend.check_packages()
     flags = xla_flags.prepare(preset_of(config, "gpu"), profiling=bool(config.profile.steps))
     pretend.stay_on_cpu()

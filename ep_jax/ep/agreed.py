@@ -48,9 +48,13 @@ class Receivers:
         experts = self.experts_of(wave)
         return destination_rows(self.settings.receiver_factor, self.shape, experts.stop - experts.start)
 
+    def accepted_rows(self, wave: int) -> int:
+        """Most rows that a destination accepts."""
+        return self.capacity(wave).static_rows(self.shape.tokens * self.shape.num_shards)
+
     def rows(self, wave: int) -> int:
-        """Static N, in whole groups of rows."""
-        return whole_rows(self.capacity(wave).static_rows(self.shape.tokens * self.shape.num_shards))
+        """Static N: those, in whole groups of rows."""
+        return whole_rows(self.accepted_rows(wave))
 
     def keep(self, counts_SE: jax.Array, group_valid: jax.Array) -> jax.Array:
         """Agreed rows int32 [S sources, S destinations, e] from everybody's counts."""

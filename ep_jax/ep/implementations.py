@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-from ep_jax_kernels.call import log_once
+from ep_jax_kernels.call import unless_refused
 
 _wanted: ContextVar[str] = ContextVar("kernels", default="auto")
 
@@ -54,10 +54,7 @@ def _missing_package() -> str:
 def first(operation: str, kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
     """kernel(*arguments) where kernels are chosen and it takes these arguments, else plain(*arguments)."""
     if chosen() == "triton":
-        try:
-            return kernel(*arguments)
-        except NotImplementedError as refusal:
-            log_once(f"{operation} by XLA: {refusal}")
+        return unless_refused(f"{operation} by XLA", kernel, plain, *arguments)
     return plain(*arguments)
 
 

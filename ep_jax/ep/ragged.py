@@ -106,8 +106,10 @@ class Ragged(ReturnsRows):
 
         One where XLA's kernel does not run: on CPU, and between processes, where NCCL sends each update on its own.
         """
-        if self.settings.updates_per_cell or jax.default_backend() != "gpu" or jax.process_count() > 1:
-            return max(1, self.settings.updates_per_cell)
+        if self.settings.updates_per_cell:
+            return self.settings.updates_per_cell
+        if jax.default_backend() != "gpu" or jax.process_count() > 1:
+            return 1
         wanted = -(-UPDATES_OF_A_WAVE // (self.shape.num_shards * self.receivers.group))
         return max(1, min(wanted, self.shape.assignments // self.shape.num_experts // ROWS_OF_AN_UPDATE))
 

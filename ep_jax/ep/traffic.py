@@ -224,8 +224,7 @@ def _balanced_bytes(settings: EPConfig, shape: LayerShape, widths: Widths, wave:
     receivers = Receivers(settings, shape)
     experts = receivers.experts_of(wave)
     arriving = shape.assignments * shape.num_shards * (experts.stop - experts.start) // shape.num_experts
-    accepted = receivers.capacity(wave).static_rows(shape.tokens * shape.num_shards)
-    return min(arriving, accepted) * (shape.num_shards - 1) // shape.num_shards * widths.row_bytes
+    return min(arriving, receivers.accepted_rows(wave)) * (shape.num_shards - 1) // shape.num_shards * widths.row_bytes
 
 
 def _all_to_all(carries: str, group: int, size: int, count: int = 1) -> Collective:

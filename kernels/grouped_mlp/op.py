@@ -110,22 +110,21 @@ def _product(rows, weights, groups: Groups, methods: Methods, *, transposed: boo
         rows_eRK = rows.reshape(weights.shape[0], -1, rows.shape[1])
         product_eRN = jnp.einsum("erk,enk->ern" if transposed else "erk,ekn->ern", rows_eRK, weights)
         return product_eRN.reshape(rows.shape[0], -1)
-    if methods.warp_specialized:
-        from ..grouped_matmul_mgpu import op as matmul_mgpu
+    by_triton = functools.partial(matmul.product, transposed=transposed, launch=methods.rows)
+    if not methods.warp_specialized:
+        return by_triton(rows, weights, groups)
+    from ..grouped_matmul_mgpu import op as matmul_mgpu
 
-        try:
-            return matmul_mgpu.product(rows, weights, groups, transposed=transposed)
-        except NotImplementedError as refusal:
-            call.log_once(f"products of rows by Triton's kernel: {refusal}")
-    return matmul.product(rows, weights, groups, transposed=transposed, launch=methods.rows)
+    on_hopper = functools.partial(matmul_mgpu.product, transposed=transposed)
+    return call.unless_refused("products of rows by Triton's kernel", on_hopper, by_triton, rows, weights, groups)
 
 
 def _weight_product(rows, d_out, groups: Groups, dtype: jnp.dtype, methods: Methods) -> jax.Array:
-    if methods.warp_specialized:
-        from ..weight_gradient_mgpu import op as gradient_mgpu
+    by_triton = functools.partial(matmul.weight_product, launch=methods.weights)
+    if not methods.warp_specialized:
+        return by_triton(rows, d_out, groups, dtype)
+    from ..weight_gradient_mgpu import op as gradient_mgpu
 
-        try:
-            return gradient_mgpu.weight_product(rows, d_out, groups, dtype)
-        except NotImplementedError as refusal:
-            call.log_once(f"gradients of weights by Triton's kernel: {refusal}")
-    return matmul.weight_product(rows, d_out, groups, dtype, methods.weights)
+    on_hopper = gradient_mgpu.weight_product
+    instead = "gradients of weights by Triton's kernel"
+    return call.unless_refused(instead, on_hopper, by_triton, rows, d_out, groups, dtype)

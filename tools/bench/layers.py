@@ -122,7 +122,7 @@ def _variants(arguments: argparse.Namespace, problem: Any, rates: Any) -> Iterat
         settings = {"transport": stock.NAME, "receive_rows": rows}
         variants.append((f"{stock.NAME}, {calls} calls", settings, stock.stock_layer(rows), calls))
     for chosen in settings_of(arguments):
-        if chosen.transport == "ragged":  # their number as it is, which `auto` does not tell
+        if chosen.transport == "ragged":  # 0 updates do not say how many there are
             updates = Ragged(chosen, layer_shape).updates_per_cell
             chosen = dataclasses.replace(chosen, updates_per_cell=updates)
         settings = {name: getattr(chosen, name) for name in ("transport", *chosen.used)}
