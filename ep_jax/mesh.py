@@ -190,12 +190,22 @@ def _gather_shards_forward(shard, dimension, axes, dtype):
 
 def _gather_shards_backward(dimension, axes, dtype, like, gradient):
     wide = gradient.astype(jnp.promote_types(jnp.float32, like.dtype))
-    wide = lax.psum_scatter(wide, axes, scatter_dimension=dimension, tiled=True)
+    wide = reduce_scatter(wide, axes, dimension)
     shared = tuple(axis for axis in manual_axes() if axis not in varying_axes(like))
     return (lax.psum(wide, shared).astype(like.dtype) if shared else wide.astype(like.dtype),)
 
 
 gather_shards.defvjp(_gather_shards_forward, _gather_shards_backward)
+
+
+def reduce_scatter(x: jax.Array, axes: str | tuple[str, ...], dimension: int) -> jax.Array:
+    """The sum of x over mesh axes, of which each device keeps its part along `dimension`."""
+    if not (jax.default_backend() == "cpu" and jax.distributed.is_initialized()):
+        return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    # Between processes XLA:CPU has Gloo's reduce-scatter, which may send from memory that is overwritten already: the
+    # end of the first device's part is wrong now and then, without an error (jax-ml/jax#40830). All-reduce is not.
+    size = x.shape[dimension] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(lax.psum(x, axes), lax.axis_index(axes) * size, size, dimension)
 
 
 def _like(x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from ep_jax.mesh import (
     make_mesh,
     param_spec,
     param_specs,
+    reduce_scatter,
     resolve,
     shardings,
 )
@@ -253,3 +254,23 @@ def test_the_wire_carries_the_narrow_weight_and_the_wide_gradient():
     assert re.findall(r'"stablehlo\.all_gather".*: \((tensor<[^>]*>)\)', text) == ["tensor<2x6xbf16>"]
     scattered = re.findall(r'"stablehlo\.reduce_scatter"\(.*?\}\) : \((tensor<[^>]*>)\)', text, flags=re.DOTALL)
     assert scattered == ["tensor<8x6xf32>"]
+
+
+@pytest.mark.parametrize("between_processes", [False, True])
+@pytest.mark.parametrize(("axes", "dimension"), [("ep", 0), ("fsdp", 1), (("fsdp", "ep"), 1)])
+def test_reduce_scatter(monkeypatch, axes, dimension, between_processes):
+    """Both ways, over one axis and two: parts in the order of the devices on those axes."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: between_processes)
+    mesh, spec = make_mesh(MeshConfig(replica=1, fsdp=2, ep=4)), P(AXES)
+    x = np.random.default_rng(0).integers(-9, 9, (8, 8, 16)).astype(np.float32)
+    part = jax.shard_map(
+        lambda x: reduce_scatter(x[0], axes, dimension)[None], mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    program = jax.jit(part).lower(x)
+    assert ("stablehlo.reduce_scatter" in program.as_text()) != between_processes
+    found, by_axes = np.asarray(program.compile()(x)), x.reshape(2, 4, 8, 16)
+    for device in range(8):
+        fsdp, ep = divmod(device, 4)
+        group = {"ep": by_axes[fsdp], "fsdp": by_axes[:, ep], ("fsdp", "ep"): x}[axes]
+        place = {"ep": ep, "fsdp": fsdp, ("fsdp", "ep"): device}[axes]
+        np.testing.assert_array_equal(found[device], np.split(group.sum(axis=0), len(group), dimension)[place])

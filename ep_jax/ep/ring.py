@@ -26,7 +26,7 @@ from ep_jax.ep.returned import Returned
 from ep_jax.ep.routes import Routes
 from ep_jax.ep.rows import combine_rows, move_rows
 from ep_jax.ep.settings import EPConfig
-from ep_jax.mesh import gather_shards
+from ep_jax.mesh import gather_shards, reduce_scatter
 
 
 class RingPlan(NamedTuple):
@@ -98,8 +98,8 @@ class Ring:
     ) -> jax.Array:
         """Each shard's part of every token's sum, then the reduce-scatter over shards in at least float32."""
         (results,) = returned
-        weights_BK = lax.all_gather(weights_TK, "ep", tiled=True)
+        weights_BK = gather_shards(weights_TK, 0, ("ep",), weights_TK.dtype)
         wide = jnp.promote_types(results.rows_QH.dtype, jnp.float32)
         part_BH = combine_rows(results.rows_QH, weights_BK, plan.place_BK, plan.assignment_N, wide)
-        total_TH = lax.psum_scatter(part_BH, "ep", scatter_dimension=0, tiled=True)
+        total_TH = reduce_scatter(part_BH, "ep", 0)
         return checkpoint_name(total_TH.astype(results.rows_QH.dtype), "returned_rows")
