@@ -31,7 +31,7 @@ LISTED = 3  # names of arrays on a line
 OPTIONS = (
     Option("steps", "N", "steps that are trained twice, 4 if left out"),
     Option("out", "FILE", "JSON file of the losses and checksums"),
-    Option("against", "FILE", "such a file: compare with it too"),
+    Option("against", "FILE", "such a file, there for every process: compare with it too"),
 )
 
 

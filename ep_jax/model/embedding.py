@@ -54,8 +54,8 @@ def sum_by_token(rows_TD: jax.Array, tokens_T: jax.Array, vocab_size: int) -> ja
     sums_BSD = ones_product(is_of_BSN, rows_TD.at[order_BN].get(mode="fill", fill_value=0))
     token_BS = jnp.min(jnp.where(is_of_BSN, tokens_BN[:, None, :], nowhere), axis=2)
 
-    # A block's first token may be the last one of the block before. Such sums are added up by the first block that has
-    # one of them; then each token is in what either scatter writes once.
+    # A block may begin with the token that the block before ends with. Such heads are summed by token on their own, and
+    # of each token the first block that has one writes the sum; so neither scatter names a token twice.
     continues_B = jnp.pad(tokens_BN[1:, 0] == tokens_BN[:-1, -1], (1, 0))
     head_B = jnp.where(continues_B, tokens_BN[:, 0], nowhere)
     is_first_B = continues_B & (head_B != jnp.pad(head_B[:-1], (1, 0), constant_values=nowhere))
