@@ -203,9 +203,12 @@ def reduce_scatter(x: jax.Array, axes: str | tuple[str, ...], dimension: int) ->
     if not (jax.default_backend() == "cpu" and jax.distributed.is_initialized()):
         return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
     # Between processes XLA:CPU has Gloo's reduce-scatter, which may send from memory that is overwritten already: the
-    # end of the first device's part is wrong now and then, without an error (jax-ml/jax#40830). All-reduce is not.
-    size = x.shape[dimension] // lax.axis_size(axes)
-    return lax.dynamic_slice_in_dim(lax.psum(x, axes), lax.axis_index(axes) * size, size, dimension)
+    # end of the first device's part is wrong now and then, without an error (jax-ml/jax#40830). And with its all-reduce
+    # instead one of the processes ended now and then.
+    parts = lax.all_to_all(x, axes, split_axis=dimension, concat_axis=dimension, tiled=True)
+    sources = lax.axis_size(axes)
+    by_source = (*x.shape[:dimension], sources, x.shape[dimension] // sources, *x.shape[dimension + 1 :])
+    return jnp.sum(parts.reshape(by_source), axis=dimension)
 
 
 def _like(x: jax.Array) -> jax.Array:
