@@ -106,7 +106,7 @@ def stepper(runtime: Runtime) -> Any:
 
 
 def checksums(state: Any) -> Any:
-    """uint32 for each array: the sum of its numbers' bits, each times an odd number of its place, modulo 2**32."""
+    """uint32 for each array: the sum of its numbers' bits, each mixed with its place, modulo 2**32."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -120,7 +120,11 @@ def checksums(state: Any) -> Any:
         for axis in reversed(range(array.ndim)):
             place += lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride % 2**32)
             stride *= array.shape[axis]
-        return jnp.sum(array.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
+        # Mixed before they are summed: else two signs that flip would cancel.
+        mixed = (array.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)) ^ (place * jnp.uint32(0x85EBCA6B) + 1)
+        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x7FEB352D)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x846CA68B)
+        return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
     return jax.tree.map(checksum, state)
 
