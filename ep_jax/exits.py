@@ -1,6 +1,6 @@
 """Exit codes of every command, and the one place where a refusal becomes a line on stderr.
 
-Scripts and schedulers may rely on the numbers; 1 is left to Python for an unexpected error, which shows its traceback.
+Scripts and schedulers may rely on the numbers; 1 is also Python's for an unexpected error, which shows its traceback.
 This file does no logging and knows nothing of JAX.
 """
 
@@ -12,6 +12,7 @@ from typing import NoReturn
 from ep_jax.fields import ConfigError
 
 DONE = 0  # finished, or a finished run was started again and had nothing to do
+DIFFERS = 1  # what was compared is not equal (tools.replay --check, tools.reproduce)
 REFUSED = 2  # bad configuration, command line or data: one line on stderr, nothing written
 NON_FINITE = 3  # loss or a gradient became NaN or infinite; the last good state was kept, the message names the leaf
 CHECKPOINT_FAILED = 4  # a checkpoint could not be written; the run stopped instead of going on unsaved

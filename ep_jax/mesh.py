@@ -202,9 +202,9 @@ def reduce_scatter(x: jax.Array, axes: str | tuple[str, ...], dimension: int) ->
     """The sum of x over mesh axes, of which each device keeps its part along `dimension`."""
     if not (jax.default_backend() == "cpu" and jax.distributed.is_initialized()):
         return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
-    # Between processes XLA:CPU has Gloo's reduce-scatter, which may send from memory that is overwritten already: the
-    # end of the first device's part is wrong now and then, without an error (jax-ml/jax#40830). And with its all-reduce
-    # instead one of the processes ended now and then.
+    # With jax.distributed XLA:CPU has Gloo's reduce-scatter. It may send from memory that is overwritten already: the
+    # end of the first device's part can be wrong, without an error (jax-ml/jax#40830). With all-reduces in its place
+    # one of two processes ended in a third of all starts, not known why; with the few a step has anyway none did.
     parts = lax.all_to_all(x, axes, split_axis=dimension, concat_axis=dimension, tiled=True)
     sources = lax.axis_size(axes)
     by_source = (*x.shape[:dimension], sources, x.shape[dimension] // sources, *x.shape[dimension + 1 :])

@@ -38,7 +38,6 @@ from ep_jax.replay.study import Question, Study, study_grid, study_search
 from ep_jax.replay.tables import imbalance_line, recommendation, results_table, wrap
 from ep_jax.traces.file import Trace, TraceStep
 
-DIFFERS = 1
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 MOST_HELD_BYTES = 2**30  # traces up to this size are read once and held
 
@@ -101,7 +100,7 @@ def check(traces: Sequence[Trace]) -> int:
                 raise ConfigError(f"{trace.path}: --check: needs a trace with the policy and the counts of its run")
             if found := difference(step, step.counts_NPE, policy_of(policy)):
                 print(f"{trace.path}: DIFFERS: {found}")
-                return DIFFERS
+                return exits.DIFFERS
             assignments += step.num_assignments
             dropped += int(step.counts_NPE[:, 1:].sum())
         print(

@@ -5,7 +5,8 @@ runs of one program drifted apart, and a resumed one left the path of the one th
 Here rows are sorted by token and a block of them at a time is summed by a product with ones and zeros, whose order of
 sums the compiled program fixes.
 
-Shapes: V vocabulary, D model width, T tokens, B blocks of N sorted rows, S sums of a block (S = N).
+Shapes: V vocabulary, D model width, T tokens, B blocks of N sorted rows, S sums of a block (S = N), R rows
+that are added.
 """
 
 import functools
@@ -41,7 +42,9 @@ look_up.defvjp(_forward, _backward)
 def sum_by_token(rows_TD: jax.Array, tokens_T: jax.Array, vocab_size: int) -> jax.Array:
     """float32 [V, D]: the sum of the rows of each token, added in an order that depends on the tokens alone.
 
-    A row that is not finite spoils the sums of its block, up to 128 tokens, and not only its own token's.
+    A row that is not finite spoils more sums than its own token's: those of its block, up to 128 tokens, and with the
+    block's first token those of all that stand in several blocks. Memory and work are linear in T, but for a product of
+    (T/128)**2 times D.
     """
     (num_rows, width), nowhere = rows_TD.shape, vocab_size  # an index that no scatter writes to
     blocks = -(-num_rows // BLOCK_ROWS)

@@ -4,7 +4,9 @@ A float32 number is the sum of three bfloat16 numbers of 8 bits each, and a prod
 float32. So x w, with x in bfloat16, is one product of x with the three parts of w side by side, as exact as float32
 arithmetic makes it, at a bfloat16 product's speed.
 
-Shapes: T tokens, D width, E columns.
+The embedding's gradient has another exact product here: of zeros and ones, which bfloat16 holds as they are.
+
+Shapes: T tokens, D width, E columns, N rows, S sums of them.
 """
 
 import jax
@@ -52,7 +54,7 @@ def _sum_of_parts(left_AB, right_BC):
 
 
 def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The product of two bfloat16 matrices in float32."""
+    """The product of two bfloat16 matrices, or stacks of them, in float32."""
     if jax.default_backend() == "cpu":  # has no such product; the same numbers in a wider type
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     return jnp.matmul(left, right, preferred_element_type=jnp.float32)

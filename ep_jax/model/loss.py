@@ -53,4 +53,7 @@ def _chunk_sum(head_DV, x_cD, targets_c, valid_c):
     # Chosen by comparison, not by index: its gradient is then no scatter into zeros of the size of the logits.
     is_target_cV = targets_c[:, None] == jnp.arange(logits_cV.shape[1], dtype=targets_c.dtype)[None]
     target_logit_c = jnp.sum(jnp.where(is_target_cV, logits_cV, 0.0), axis=-1)
+    # A target outside the vocabulary is a loss that is not finite, which stops the run, and not a plausible one.
+    is_id_c = (targets_c >= 0) & (targets_c < logits_cV.shape[1])
+    target_logit_c = jnp.where(is_id_c, target_logit_c, jnp.nan)
     return jnp.sum(jnp.where(valid_c, jax.nn.logsumexp(logits_cV, axis=-1) - target_logit_c, 0.0))

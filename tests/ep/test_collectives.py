@@ -19,6 +19,7 @@ from ep_jax.mesh import AXES
 from ep_jax.model.transformer import EXCHANGE_NAMES, PRODUCT_NAMES
 from tests.ep import ep_cases
 from tests.ep.ep_cases import Sizes, mesh_of, problem
+from tests.programs import float_scatter_adds
 
 SIZES = Sizes()
 GIVEN = problem(ep_cases.uniform, SIZES)
@@ -225,20 +226,6 @@ def test_phases_are_named_in_the_compiled_program():
 
 
 # --- no scatter-add ---------------------------------------------------------------------------------------------------
-
-
-def float_scatter_adds(jaxpr) -> list:
-    """Every scatter-add of floats, rows or single numbers, in a jaxpr and all that it contains."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scatter-add" and jnp.issubdtype(equation.invars[2].aval.dtype, jnp.floating):
-            found.append(equation)
-        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                found += float_scatter_adds(inner)
-    return found
-
 
 EACH = [*[dict(transport=name) for name in TRANSPORTS], dict(transport="pooled_wave", slots="token")]
 

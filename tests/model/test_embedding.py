@@ -62,3 +62,11 @@ def test_looked_up_and_derived(dtype):
     np.testing.assert_array_equal(out, np.asarray(embedding)[np.asarray(tokens)].astype(dtype))
     wanted = sums(np.asarray(d_out).reshape(-1, D), np.asarray(tokens).reshape(-1), 9)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_is_not_finite_is_seen_in_its_token():
+    tokens = np.repeat(np.arange(10), 200).astype(np.int32)
+    rows = jnp.ones((2000, D)).at[250].set(jnp.inf)
+    got = jax.jit(sum_by_token, static_argnums=2)(rows, tokens, 12)
+    assert not np.isfinite(got[1]).any()
+    np.testing.assert_array_equal(got[10:], 0)

@@ -94,3 +94,12 @@ def test_softmax_is_applied_once():
 def test_the_share_of_assignments_is_not_differentiated():
     gradient = jax.grad(lambda p: load_balance_sum(jnp.array([3, 1], jnp.int32), p))(jnp.array([0.5, 0.5]))
     np.testing.assert_allclose(gradient, [1.5, 0.5])
+
+
+@pytest.mark.parametrize("target", [-1, V, V + 7])
+def test_a_valid_target_outside_the_vocabulary_is_no_plausible_loss(target):
+    x, head, targets, _ = random_case()
+    targets[3] = target
+    arrays = (jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(targets))
+    assert np.isnan(LOSS(*arrays, jnp.ones(T, bool), 0))
+    assert np.isfinite(LOSS(*arrays, jnp.arange(T) != 3, 0))

@@ -18,7 +18,7 @@ from ep_jax.replay.check import replayed_counts
 from ep_jax.replay.results import COLUMNS
 from ep_jax.traces.file import write_step
 from tests.replay.replay_cases import make_step
-from tools.replay import DIFFERS, _rate, main
+from tools.replay import _rate, main
 
 POLICY = EPConfig(sender_factor=1.1, receiver_factor=1.2, waves=2, order="sequence")
 STEPS = 4
@@ -138,7 +138,7 @@ def test_check_agrees_or_says_where_not(trace, tmp_path, capsys):
     counts_NPE[0, 1, 3] += 1
     header = dataclasses.replace(wrong.header, policy=dataclasses.asdict(POLICY))
     write_step(tmp_path, dataclasses.replace(wrong, header=header, counts_NPE=counts_NPE))
-    assert run(trace, tmp_path, "--check") == DIFFERS
+    assert run(trace, tmp_path, "--check") == exits.DIFFERS
     assert "DIFFERS: step 1, layer 0, expert 3, sender" in capsys.readouterr().out
 
 

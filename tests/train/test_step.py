@@ -14,6 +14,7 @@ from ep_jax.ep.settings import dropless
 from ep_jax.report import NonFiniteError, refuse_non_finite
 from ep_jax.state import init_state, restore_state, state_target
 from ep_jax.step import BATCH_SPEC, make_eval_step, make_train_step
+from tests.programs import float_scatter_adds
 from tests.train.tiny_run import (
     assert_close,
     assert_same_bits,
@@ -357,26 +358,13 @@ def test_recomputing_saves_memory_without_a_loop_too():
     assert temporaries["full"] < 0.5 * temporaries["none"], temporaries
 
 
-def scatters(jaxpr):
-    """(shape, dtype of the result, whether no place is written twice) of every scatter-add, also in loops and calls."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scatter-add":
-            aval = equation.outvars[0].aval
-            yield aval.shape, aval.dtype, equation.params["unique_indices"]
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from scatters(inner)
-
-
-@pytest.mark.parametrize("transport", ["pooled_wave", "ragged"])
+@pytest.mark.parametrize("transport", ["pooled_wave", "fixed_cell", "ragged", "rowwise", "ring", "dense"])
 def test_no_sum_depends_on_the_order_of_threads(transport):
     """Scatter-adds of floats are the embedding's, and none has two rows for one place, which GPUs add as they come."""
-    config = tiny_config(ep__transport=transport)
-    found = [scatter for scatter in scatters(traced(config).jaxpr.jaxpr) if jnp.issubdtype(scatter[1], jnp.floating)]
-    assert found == [((259, 32), jnp.float32, True)] * 2
+    found = float_scatter_adds(traced(tiny_config(ep__transport=transport)).jaxpr.jaxpr)
+    shapes = [(scatter.outvars[0].aval.shape, scatter.outvars[0].aval.dtype) for scatter in found]
+    assert shapes == [((259, 32), jnp.float32)] * 2
+    assert all(scatter.params["unique_indices"] for scatter in found)
 
 
 @pytest.mark.parametrize("transport", ["pooled_wave", "fixed_cell", "ragged", "rowwise", "ring", "dense"])

@@ -4,9 +4,9 @@
 
 The step that is trained, on the run's own data, without checkpoints, evaluations and files: the compiled step of
 `ep_jax.step`, its metrics fetched one step behind as the training loop does. A step's time is from one step's end to
-the next one's. With `train.compilation_cache` the program is compiled twice: as found, and again from the cache.
-`--profile N` traces N further steps; on GPUs a traced run does without command buffers, in the timed steps too, so
-`--profile 0` gives the figure without.
+the next one's. With `train.compilation_cache` a second call tells what the first one's cache saves; within one process
+Mosaic would number its kernels on, which JAX's key covers. `--profile N` traces N further steps; on GPUs a traced run
+does without command buffers, in the timed steps too, so `--profile 0` gives the figure without.
 """
 
 import dataclasses
